@@ -130,8 +130,8 @@ class ScriptedLink:
     def mark_greeted(self) -> None:
         """See `Link.mark_greeted`."""
 
-    def report_offence(self) -> None:
-        """See `Link.report_offence`."""
+    def report_violation(self) -> None:
+        """See `Link.report_violation`."""
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""

@@ -149,10 +149,10 @@ class Link(Protocol):
         """Record that the other end's Hello was accepted: from now on its frames may have the full size."""
         ...
 
-    def report_offence(self) -> None:
+    def report_violation(self) -> None:
         """Count a breach of the protocol by the peer, at most once per link.
 
-        A listener refuses an address with repeated offences for a growing time. `receive` reports malformed frames
+        A listener refuses an address with repeated violations for a growing time. `receive` reports malformed frames
         itself.
         """
         ...
@@ -178,8 +178,8 @@ class Listener(Protocol):
     def statistics(self) -> dict[str, int | float]:
         """Counters: links_refused (failed before their first message; of them links_silent sent nothing, and
         links_misdirected were meant for another address), links_over_limit, links_over_quota (of their address),
-        links_in_pause (their address is refused after offences), handshakes_dropped (the oldest connections in the
-        challenge, for newer ones), offences.
+        links_in_pause (their address is refused after violations), handshakes_dropped (the oldest connections in the
+        challenge, for newer ones), violations.
         """
         ...
 

@@ -121,7 +121,7 @@ class LoopbackLink:
 
     def __init__(self, owner: LoopbackTransport, peer_label: str, inbound: wire.Inbound) -> None:
         self.peer_label = peer_label
-        self.on_offence: Callable[[], None] | None = None
+        self.on_violation: Callable[[], None] | None = None
         self._owner = owner
         self._incoming: deque[bytes] = deque()
         self._incoming_bytes = 0
@@ -170,7 +170,7 @@ class LoopbackLink:
             wire.body_length(frame[: wire.LENGTH.size], frame_bytes_max=self._frame_bytes_max)
             message = wire.decode_body(frame[wire.LENGTH.size :], self._decoder)
         except RemoteProtocolError as error:
-            self.report_offence()
+            self.report_violation()
             await self.close(str(error))
             raise
         if isinstance(message, wire.Bye):
@@ -182,11 +182,11 @@ class LoopbackLink:
         """See `Link.mark_greeted`."""
         self._frame_bytes_max, self._decoder = wire.FRAME_BYTES_MAX, self._inbound.later
 
-    def report_offence(self) -> None:
-        """See `Link.report_offence`. Offences are counted; no peer of this process is refused."""
-        if self.on_offence is not None:
-            self.on_offence()
-            self.on_offence = None
+    def report_violation(self) -> None:
+        """See `Link.report_violation`. Violations are counted; no peer of this process is refused."""
+        if self.on_violation is not None:
+            self.on_violation()
+            self.on_violation = None
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
@@ -228,7 +228,7 @@ class LoopbackListener:
         self.owner = owner
         self.address = ""
         self.liveness_key = b""
-        self.offences = 0
+        self.violations = 0
         self._on_link = on_link
         self._tasks = OwnedTasks(f"listener of {owner.instance}")
 
@@ -237,21 +237,21 @@ class LoopbackListener:
         theirs = LoopbackLink(dialler, self.address, wire.FROM_PREFILL)
         ours = LoopbackLink(self.owner, dialler.instance, wire.FROM_DECODE)
         ours.pair_with(theirs)
-        ours.on_offence = self._note_offence
+        ours.on_violation = self._note_violation
         self._tasks.spawn(self._serve(ours), name=f"link of {dialler.instance}")
         return theirs
 
     def statistics(self) -> dict[str, int | float]:
         """See `Listener.statistics`."""
-        return {**dict.fromkeys(LISTENER_COUNTS, 0), "offences": self.offences}
+        return {**dict.fromkeys(LISTENER_COUNTS, 0), "violations": self.violations}
 
     async def close(self) -> None:
         """See `Listener.close`."""
         self.owner.network.shut(self.address)
         await self._tasks.close()
 
-    def _note_offence(self) -> None:
-        self.offences += 1
+    def _note_violation(self) -> None:
+        self.violations += 1
 
     async def _serve(self, link: LoopbackLink) -> None:
         try:

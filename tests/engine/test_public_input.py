@@ -223,7 +223,7 @@ WRONG_PARTS = [
     *[("NixlOptions", "progress_delay_us", value) for value in (2.5, 0, "1")],
     *[("NixlOptions", name, float("inf")) for name in ("call_timeout_s", "close_timeout_s")],
     *[("ListenOptions", "links_max", value) for value in (2.5, 0, "1")],
-    *[("ListenOptions", name, 5) for name in ("announces", "allow_no_secret", "offences")],
+    *[("ListenOptions", name, 5) for name in ("announces", "allow_no_secret", "violations")],
     *[("NixlTransport", name, 5) for name in ("listening", "nixl")],
     *[("NixlTransport", name, "\ud800") for name in ("name", "secret")],
     *[("RankPlace", name, 2.5) for name in ("rank", "ranks", "stages", "kv_heads_total", "contexts", "stripe_pages")],

@@ -169,7 +169,7 @@ async def test_strangers_change_no_byte_end_no_process_and_take_bounded_memory(
         assert pages_of(child.pid, hello.memory) == before
         assert resident_bytes(child.pid) - memory_before < MEMORY_BOUND
         counts = await child.counts()
-        assert counts["offences"] > STRANGERS / 4
+        assert counts["violations"] > STRANGERS / 4
         assert counts["peers"] == 1
         assert decode.wrong(held, prompt(1, 8)) == []
         await decode.engine.finish(held)

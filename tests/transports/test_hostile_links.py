@@ -84,7 +84,7 @@ async def test_a_program_in_between_gets_no_link_by_passing_the_challenge_on(wat
             await dial(relay)
         assert refused.value.cause is PrefillCause.MISCONFIGURED
         assert listener.statistics()["links_misdirected"] == 1
-        assert listener.statistics()["offences"] == 0
+        assert listener.statistics()["violations"] == 0
         await (await dial(listener.address)).close()
 
 
@@ -186,7 +186,7 @@ async def test_silent_connections_keep_no_dialler_out(watchdog: None) -> None:
         for reader in silent[:8]:
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
-        assert listener.statistics()["offences"] == 0
+        assert listener.statistics()["violations"] == 0
         await link.close()
 
 
@@ -203,7 +203,7 @@ async def test_silent_connections_of_many_addresses_keep_no_dialler_out(watchdog
         await (await dial(listener.address)).close()
 
 
-async def test_a_silent_connection_is_counted_and_no_offence(watchdog: None) -> None:
+async def test_a_silent_connection_is_counted_and_no_violation(watchdog: None) -> None:
     async with prefill() as listener:
         reader, writer = await asyncio.open_connection(*addresses.parse_address(listener.address))
         await reader.readexactly(challenge.GREETING_BYTES)
@@ -211,7 +211,7 @@ async def test_a_silent_connection_is_counted_and_no_offence(watchdog: None) -> 
         async with asyncio.timeout(LIMIT_S):
             while not listener.statistics()["links_silent"]:  # noqa: ASYNC110  # Nothing reports it.
                 await asyncio.sleep(0)
-        assert listener.statistics()["offences"] == 0
+        assert listener.statistics()["violations"] == 0
 
 
 async def test_a_decode_worker_dials_only_what_it_may(watchdog: None) -> None:

@@ -210,7 +210,7 @@ async def test_a_heartbeat_that_is_not_shorter_than_the_lease_is_refused_at_hell
     assert failed.settled
     assert "heartbeat_s, which must be less than the lease of 2 s: ours is 2.0" in failed.cause
     # It is configured in another way, and broke nothing: it is not kept away.
-    assert prefill.sender.statistics()["offences"] == 0
+    assert prefill.sender.statistics()["violations"] == 0
 
 
 async def test_a_room_that_waits_for_other_ranks_ends_with_its_lease(world, decode) -> None:

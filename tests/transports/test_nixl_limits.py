@@ -31,7 +31,7 @@ async def test_as_many_links_are_taken_as_was_said() -> None:
 
 async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
     limits = BackoffLimits(forgiven=0, pause_s=100.0, pause_s_max=100.0)
-    listening = NixlTransport("prefill", secret="right", listening=ListenOptions(offences=limits))
+    listening = NixlTransport("prefill", secret="right", listening=ListenOptions(violations=limits))
     listener = await listening.listen("127.0.0.1:0", stay)
     for secret in ("wrong", "right"):
         with pytest.raises(TransferFailed):

@@ -18,7 +18,7 @@ from tidekv.transports.control import connection
 from tidekv.transports.control.addresses import parse_address
 from tidekv.transports.control.challenge import GREETING_BYTES
 from tidekv.transports.control.connection import ControlOptions
-from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
+from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_violation, violation_key
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 STRICT = BackoffLimits(forgiven=1, pause_s=50.0, pause_s_max=100.0)
@@ -50,7 +50,7 @@ def test_pauses_begin_behind_what_is_forgiven_and_double_to_their_bound() -> Non
     assert peer_backoff.pause_left_s("a") == 0
     peer_backoff.note("a")
     assert peer_backoff.pause_left_s("a") == 6
-    assert peer_backoff.offences == 7
+    assert peer_backoff.violations == 7
 
 
 def test_asking_during_a_pause_does_not_prolong_it_and_quiet_time_is_rewarded() -> None:
@@ -78,7 +78,7 @@ def test_memory_is_bounded_and_who_offended_last_is_kept() -> None:
     assert [address for address in "abcd" if peer_backoff.pause_left_s(address) > 0] == ["a", "c", "d"]
 
 
-def test_an_offender_of_many_years_overflows_nothing() -> None:
+def test_a_violator_of_many_years_overflows_nothing() -> None:
     peer_backoff = PeerBackoff(clock=Clock(), limits=BackoffLimits(forgiven=0))
     for _ in range(5000):
         peer_backoff.note("a")
@@ -94,16 +94,16 @@ def test_limits_must_make_sense(wrong: dict[str, float]) -> None:
 
 
 def test_a_host_with_one_ipv6_address_has_all_of_its_network() -> None:
-    assert offence_key("2001:db8:1:2::1") == offence_key("2001:db8:1:2:ffff::9") != offence_key("2001:db8:1:3::1")
-    assert offence_key("::ffff:10.0.0.5") == offence_key("10.0.0.5") == "10.0.0.5"
-    assert offence_key("fe80::1%eth0") == offence_key("fe80::2")
-    assert offence_key("no address") == "no address"
+    assert violation_key("2001:db8:1:2::1") == violation_key("2001:db8:1:2:ffff::9") != violation_key("2001:db8:1:3::1")
+    assert violation_key("::ffff:10.0.0.5") == violation_key("10.0.0.5") == "10.0.0.5"
+    assert violation_key("fe80::1%eth0") == violation_key("fe80::2")
+    assert violation_key("no address") == "no address"
 
 
-def test_another_configuration_is_no_offence() -> None:
-    assert is_offence(RemoteProtocolError("nonsense"))
-    assert not is_offence(PeerMismatch(field="dtype", ours="a", theirs="b"))
-    assert not is_offence(LinkClosed("gone"))
+def test_another_configuration_is_no_violation() -> None:
+    assert is_violation(RemoteProtocolError("nonsense"))
+    assert not is_violation(PeerMismatch(field="dtype", ours="a", theirs="b"))
+    assert not is_violation(LinkClosed("gone"))
 
 
 # --- The listener ---
@@ -123,7 +123,7 @@ async def listening(links: asyncio.Queue[Link], **options: object) -> AsyncItera
                 await link.receive()
 
     listener = await connection.listen(
-        "127.0.0.1:0", keep, ControlOptions(**{"offences": STRICT, "secret": "s"} | options)
+        "127.0.0.1:0", keep, ControlOptions(**{"violations": STRICT, "secret": "s"} | options)
     )
     try:
         yield listener
@@ -152,16 +152,16 @@ async def test_wrong_secrets_are_refused_for_a_while_without_a_word(links: async
         for _ in range(2):
             with pytest.raises(TransferFailed, match="secrets differ"):
                 await connection.dial(listener.address, ControlOptions(secret="wrong"))
-        assert listener.statistics()["offences"] == 2
+        assert listener.statistics()["violations"] == 2
         # From now on its address gets no greeting any more, not even with the right secret.
         assert await send_raw(listener.address, b"") == b""
         with pytest.raises(TransferFailed, match="refuses this address"):
             await connection.dial(listener.address, ControlOptions(secret="s"))
         counts = {name: count for name, count in listener.statistics().items() if count}
-        assert counts == {"links_refused": 2, "links_in_pause": 2, "offences": 2}
+        assert counts == {"links_refused": 2, "links_in_pause": 2, "violations": 2}
 
 
-async def test_links_that_are_open_outlive_the_offences_of_a_neighbor(links: asyncio.Queue[Link]) -> None:
+async def test_links_that_are_open_outlive_the_violations_of_a_neighbor(links: asyncio.Queue[Link]) -> None:
     async with listening(links) as listener:
         link = await connection.dial(listener.address, ControlOptions(secret="s"))
         theirs = await links.get()
@@ -176,13 +176,13 @@ async def test_links_that_are_open_outlive_the_offences_of_a_neighbor(links: asy
 
 async def test_malformed_frames_behind_the_challenge_count_once_a_link(links: asyncio.Queue[Link]) -> None:
     async with listening(links) as listener:
-        for offences in (1, 2):
+        for violations in (1, 2):
             link = await connection.dial(listener.address, ControlOptions(secret="s"))
             link._writer.write(link._sealed(b"\x01\0\0\0\xc1") * 3)
             with pytest.raises(LinkClosed, match="frame"):
                 await link.receive()
-            (await links.get()).report_offence()
-            assert listener.statistics()["offences"] == offences
+            (await links.get()).report_violation()
+            assert listener.statistics()["violations"] == violations
             await link.close()
         with pytest.raises(TransferFailed):
             await connection.dial(listener.address, ControlOptions(secret="s"))
@@ -196,7 +196,7 @@ async def test_who_only_looks_whether_the_port_is_open_does_no_wrong(links: asyn
             await writer.wait_closed()
         link = await connection.dial(listener.address, ControlOptions(secret="s"))
         await links.get()
-        assert listener.statistics()["offences"] == 0
+        assert listener.statistics()["violations"] == 0
         await link.close()
 
 
@@ -206,7 +206,7 @@ async def test_who_says_nothing_holds_a_place_no_longer_than_the_handshake_and_o
     async with listening(links, handshake_s=0.05, links_max=1) as listener:
         greeting = await send_raw(listener.address, b"")
         assert len(greeting) == GREETING_BYTES
-        assert listener.statistics()["offences"] == 1
+        assert listener.statistics()["violations"] == 1
         link = await connection.dial(listener.address, ControlOptions(secret="s"))
         await link.close()
 
@@ -221,16 +221,16 @@ async def test_strangers_in_the_handshake_of_tls_count_and_are_cut_off(links: as
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
             writer.close()
-        assert listener.statistics()["offences"] == 2
+        assert listener.statistics()["violations"] == 2
 
 
-async def test_no_tls_on_a_tls_port_is_an_offence(links: asyncio.Queue[Link]) -> None:
+async def test_no_tls_on_a_tls_port_is_a_violation(links: asyncio.Queue[Link]) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE)
     async with listening(links, listen_tls=context) as listener:
         for _ in range(2):
             await send_raw(listener.address, b"GET / HTTP/1.1\r\n\r\n" * 20)
-        assert listener.statistics()["offences"] == 2
+        assert listener.statistics()["violations"] == 2
         assert links.empty()
 
 
@@ -271,18 +271,18 @@ async def test_a_decode_worker_that_breaks_the_protocol_is_blamed_and_one_that_d
     link.send(wire.Drained(room=decode.room(), rank=0))
     with pytest.raises(LinkClosed):
         await decode.receive(link)
-    assert prefill.sender.statistics()["offences"] == 1
+    assert prefill.sender.statistics()["violations"] == 1
     link = await decode.transport.dial(prefill.address)
     link.send(PING)
     assert isinstance(await decode.receive(link), wire.Hello)
     with pytest.raises(LinkClosed, match="may not send now"):
         await decode.receive(link)
-    assert prefill.sender.statistics()["offences"] == 2
+    assert prefill.sender.statistics()["violations"] == 2
     decode.identity = world.identity(dtype="other")
     link = await decode.dial(prefill.address)
     with pytest.raises(LinkClosed, match="dtype"):
         await decode.receive(link)
-    assert prefill.sender.statistics()["offences"] == 2
+    assert prefill.sender.statistics()["violations"] == 2
     assert prefill.sender.statistics()["hellos_refused"] == 2
 
 

@@ -154,7 +154,7 @@ async def test_a_first_message_that_is_no_hello_is_refused(world, decode) -> Non
     link = await decode.dial(prefill.address, wire.Ping(sent_at=0.0))
     with pytest.raises(LinkClosed, match=r"may not send now: .*ping"):
         await decode.receive(link)
-    assert prefill.sender.statistics()["offences"] == 1
+    assert prefill.sender.statistics()["violations"] == 1
 
 
 @pytest.mark.parametrize(

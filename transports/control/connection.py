@@ -33,7 +33,7 @@ from tidekv.transports import wire
 from tidekv.transports.base import LISTENER_COUNTS, DialFailed, Link
 from tidekv.transports.control import challenge, liveness
 from tidekv.transports.control.addresses import are_loopback, format_address, parse_address
-from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
+from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_violation, violation_key
 from tidekv.transports.log import engine_log
 from tidekv.transports.tasks import OwnedTasks
 
@@ -130,7 +130,7 @@ class ControlOptions:
     unfinished_bytes_max: int = 16 * wire.FRAME_BYTES_MAX
     allow_no_secret: bool = False
     announces: tuple[str, ...] = ()
-    offences: BackoffLimits = field(default_factory=BackoffLimits)
+    violations: BackoffLimits = field(default_factory=BackoffLimits)
     dial_tls: ssl.SSLContext | None = None
     listen_tls: ssl.SSLContext | None = None
 
@@ -197,7 +197,7 @@ class ControlLink:
         peer_label: str,
         options: ControlOptions,
         seals: challenge.Seals | None = None,
-        on_offence: Callable[[], None] | None = None,
+        on_violation: Callable[[], None] | None = None,
         budgets: FrameBudgets | None = None,
     ) -> None:
         """`seals` are those of the challenge. `budgets` are those of the listener; None: the link was dialled, to
@@ -208,7 +208,7 @@ class ControlLink:
         self._inbound = wire.FROM_PREFILL if budgets is None else wire.FROM_DECODE
         self._is_greeted = False
         self._seals = seals
-        self._on_offence = on_offence
+        self._on_violation = on_violation
         self._reader = reader
         self._writer = writer
         self._options = options
@@ -250,7 +250,7 @@ class ControlLink:
             self._end(f"{self.peer_label} closed the connection: {cause}")
             raise LinkClosed(self._cause) from error
         except RemoteProtocolError as error:
-            self.report_offence()
+            self.report_violation()
             await self.close(str(error))
             raise
         if isinstance(message, wire.Bye):
@@ -262,11 +262,11 @@ class ControlLink:
         """See `Link.mark_greeted`."""
         self._is_greeted = True
 
-    def report_offence(self) -> None:
-        """See `Link.report_offence`."""
-        on_offence, self._on_offence = self._on_offence, None
-        if on_offence is not None:
-            on_offence()
+    def report_violation(self) -> None:
+        """See `Link.report_violation`."""
+        on_violation, self._on_violation = self._on_violation, None
+        if on_violation is not None:
+            on_violation()
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
@@ -332,7 +332,7 @@ class ControlListener:
         """Addresses of the connections in the challenge, oldest first."""
         self._key = b""
         self._budgets = FrameBudgets(options)
-        self._peer_backoff = PeerBackoff(clock=time.monotonic, limits=options.offences)
+        self._peer_backoff = PeerBackoff(clock=time.monotonic, limits=options.violations)
         self._tasks = OwnedTasks("control listener")
         self._sockets: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -390,7 +390,7 @@ class ControlListener:
 
     def statistics(self) -> dict[str, int | float]:
         """See `Listener.statistics`."""
-        return {**self._counts, "offences": self._peer_backoff.offences}
+        return {**self._counts, "violations": self._peer_backoff.violations}
 
     def _check_authentication(self, address: str, hosts: list[str]) -> None:
         tls = self._options.listen_tls
@@ -425,7 +425,7 @@ class ControlListener:
             self._accept(connection, str(where[0]), int(where[1]))
 
     def _accept(self, connection: socket.socket, host: str, port: int) -> None:
-        address = offence_key(host)
+        address = violation_key(host)
         if self._peer_backoff.pause_left_s(address) > 0:
             self._counts["links_in_pause"] += 1
             connection.close()
@@ -468,7 +468,7 @@ class ControlListener:
         connection.close()
 
     async def _serve(self, connection: socket.socket, host: str, port: int) -> None:
-        address = offence_key(host)
+        address = violation_key(host)
         writer: asyncio.StreamWriter | None = None
         has_place = False
 
@@ -525,7 +525,7 @@ class ControlListener:
             peer_label=format_address(host, port),
             options=self._options,
             seals=seals,
-            on_offence=partial(self._peer_backoff.note, offence_key(host)),
+            on_violation=partial(self._peer_backoff.note, violation_key(host)),
             budgets=self._budgets,
         )
         try:
@@ -559,7 +559,8 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
         if isinstance(error, asyncio.IncompleteReadError):
             raise DialFailed(
                 PrefillCause.UNREACHABLE,
-                f"{address} closed before the challenge: it has too many links, or refuses this address after offences",
+                f"{address} closed before the challenge: it has too many links, or refuses this address after "
+                "violations",
             ) from error
         if isinstance(error, OSError):
             cause = _cause_of(error)
@@ -604,7 +605,7 @@ async def _streams(
 
 
 def _is_failed_challenge(error: Exception) -> bool:
-    """Whether a failed handshake counts as an offence."""
+    """Whether a failed handshake counts as a violation."""
     match error:
         case challenge.MisdirectedDial() | challenge.TooManyLinks():
             return False  # It knows the secret.
@@ -614,7 +615,7 @@ def _is_failed_challenge(error: Exception) -> bool:
         case OSError():
             return isinstance(error, TimeoutError | ssl.SSLError)
         case RemoteProtocolError():
-            return is_offence(error)
+            return is_violation(error)
     return True
 
 

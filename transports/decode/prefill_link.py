@@ -24,7 +24,7 @@ from tidekv.states.errors import (
 )
 from tidekv.transports import base, process, wire
 from tidekv.transports.control import handshake
-from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.control.peer_backoff import is_violation
 from tidekv.transports.log import engine_log
 from tidekv.transports.tasks import OwnedTasks
 
@@ -133,7 +133,7 @@ class PrefillLink(Generic[Part]):
         try:
             link, theirs = await self._within_silence(self._greet(transport, ours))
         except TidekvError as error:
-            self._report_offence(error)
+            self._report_violation(error)
             self._owner.link_refused(self, cause_of(error).words(str(error)))
             return
         except BaseException:
@@ -152,7 +152,7 @@ class PrefillLink(Generic[Part]):
                 self._owner.take(self, message)
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
-            self._report_offence(error)
+            self._report_violation(error)
             is_gone = isinstance(error, LinkClosed) and process.is_gone(theirs.process)
             self._lose((PrefillCause.PROCESS_GONE if is_gone else cause_of(error)).words(cause))
         finally:
@@ -253,8 +253,8 @@ class PrefillLink(Generic[Part]):
         self._beats_missed = 0
         return True
 
-    def _report_offence(self, error: TidekvError) -> None:
-        if is_offence(error):
+    def _report_violation(self, error: TidekvError) -> None:
+        if is_violation(error):
             self._owner.link_offended(self)
 
     def _lose(self, cause: str) -> None:

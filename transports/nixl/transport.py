@@ -98,7 +98,7 @@ class ListenOptions(Options, frozen=True, kw_only=True):
     """Maximum control links."""
     links_per_address_max: PositiveCount = 128
     """Maximum control links of one address."""
-    offences: BackoffLimits = BackoffLimits()
+    violations: BackoffLimits = BackoffLimits()
     """How often an address may break the protocol before it is refused for a growing time."""
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class NixlTransport:
             listen_tls=listen_tls,
             links_max=listening.links_max,
             links_per_address_max=listening.links_per_address_max,
-            offences=listening.offences,
+            violations=listening.violations,
             allow_no_secret=listening.allow_no_secret,
             announces=listening.announces,
         )

@@ -36,7 +36,7 @@ from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.handover.room_claims import RoomClaims
 from tidekv.transports import base, wire
 from tidekv.transports.control import handshake
-from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.control.peer_backoff import is_violation
 from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.log import engine_log
 from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms
@@ -273,8 +273,8 @@ class Sender:
             link.mark_greeted()
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1
-            if is_offence(error):
-                link.report_offence()
+            if is_violation(error):
+                link.report_violation()
             await link.close(str(error))
             return
         peer = DecodePeer(link, theirs, target, lease_s=handshake.lease_of(ours, theirs))
@@ -289,8 +289,8 @@ class Sender:
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
             is_lost = not (isinstance(error, LinkClosed) and error.is_orderly)
-            if is_offence(error):
-                link.report_offence()
+            if is_violation(error):
+                link.report_violation()
         finally:
             # Rooms only pause: decode may reach this process again, and then aborts them to get its Drained.
             self.counts["links_lost"] += is_lost
