@@ -1,4 +1,4 @@
-"""`tidekv config show|check|schema`: effective values of a worker, mistakes in them, and the options available."""
+"""`tidekv config show|check|schema`: effective values of a worker, errors in them, and the options available."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show(
     given: Annotated[bool, typer.Option("--given", help="Only what differs from the defaults' source.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: option, value, from.")] = False,
 ) -> None:
-    """Print the value and the origin of every option. Passwords are hidden. Exit code 2 for mistakes."""
+    """Print the value and the origin of every option. Passwords are hidden. Exit code 2 for errors."""
     import msgspec
     from rich.console import Console
     from rich.markup import escape
@@ -56,15 +56,15 @@ def show(
 
 @config_app.command()
 def check(config: ConfigFile = None, settings: Settings = None) -> None:
-    """Print every mistake with its place, and start nothing. Exit code 0 if there are none, 2 otherwise."""
+    """Print every error with its place, and start nothing. Exit code 0 if there are none, 2 otherwise."""
     from tidekv.engine.config import gather
-    from tidekv.engine.config.check import mistakes_here
+    from tidekv.engine.config.check import errors_here
 
-    loaded, mistakes = gather(config, settings=settings or ())
-    mistakes = [*mistakes, *mistakes_here(loaded)]
-    for mistake in mistakes:
-        print(f"tidekv: {mistake}", file=sys.stderr)
-    if mistakes:
+    loaded, errors = gather(config, settings=settings or ())
+    errors = [*errors, *errors_here(loaded)]
+    for error in errors:
+        print(f"tidekv: {error}", file=sys.stderr)
+    if errors:
         raise typer.Exit(2)
     count = sum(loaded.is_given(path) for path in loaded.origins)
     print(f"ok: {count} options are given, the others have their defaults")

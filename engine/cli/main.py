@@ -61,5 +61,5 @@ for register in COMMANDS:
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one line on stderr and exit code 2; a bug prints its traceback."""
+    """Run the command line. A user error is one line on stderr and exit code 2; a bug prints its traceback."""
     sys.exit(run_app(app, sys.argv[1:]))

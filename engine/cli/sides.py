@@ -193,11 +193,11 @@ def _loaded(
 ) -> Loaded:
     """Read the configuration and check it against this machine. Raises InvalidConfig."""
     from tidekv.engine.config import load
-    from tidekv.engine.config.check import mistakes_here
+    from tidekv.engine.config.check import errors_here
     from tidekv.engine.config.load import refuse
 
     loaded = load(config, settings=settings or (), flags=flags, defaults=defaults)
-    refuse("the configuration cannot be used here", list(mistakes_here(loaded)))
+    refuse("the configuration cannot be used here", list(errors_here(loaded)))
     if loaded.configuration.cache.device != "cpu":
         raise InvalidConfig("cache.device: the small model of this command runs on the cpu only")
     return loaded

@@ -26,7 +26,7 @@ _UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 
 
 def run_app(app: typer.Typer, words: Sequence[str]) -> int:
-    """Run a command line and return its exit code. Prints one line on stderr for a user's mistake; a bug raises."""
+    """Run a command line and return its exit code. Prints one line on stderr for a user error; a bug raises."""
     command = typer.main.get_command(app)
     try:
         code = command.main(list(words), prog_name="tidekv", standalone_mode=False)

@@ -11,15 +11,15 @@ from pathlib import Path
 from tidekv.engine.config.load import Loaded
 from tidekv.engine.config.sections import Configuration
 from tidekv.engine.config.sizes import parse_memory
-from tidekv.engine.config.sources import Mistake
+from tidekv.engine.config.sources import OptionError
 from tidekv.engine.config.tls import check_files
 from tidekv.states.errors import InvalidConfig
 
 
-def mistakes_here(loaded: Loaded) -> Iterator[Mistake]:
+def errors_here(loaded: Loaded) -> Iterator[OptionError]:
     """Yield options that cannot work on this machine or with each other. Blocks; opens and changes nothing."""
     for path, problem in _problems(loaded):
-        yield Mistake(loaded.origins[path], f"{path}: {problem}")
+        yield OptionError(loaded.origins[path], f"{path}: {problem}")
 
 
 def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Loading: merges sources into a checked configuration with the origin of each value.
 
-defaults < file < environment < --set < flags of the command. All mistakes are found at once, before anything starts.
+defaults < file < environment < --set < flags of the command. All errors are found at once, before anything starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidekv.engine.config.sections import Configuration
 from tidekv.engine.config.sources import (
     FILE_VARIABLE,
     Given,
-    Mistake,
+    OptionError,
     from_environment,
     from_file,
     from_flags,
@@ -26,7 +26,7 @@ from tidekv.engine.config.sources import (
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import checked, refusal
 
-__all__ = ["DEFAULT", "Loaded", "Mistake", "gather", "load"]
+__all__ = ["DEFAULT", "Loaded", "OptionError", "gather", "load"]
 
 DEFAULT: Final = "default"
 
@@ -54,23 +54,23 @@ def load(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """Read and check a configuration. Raises InvalidConfig, which names every mistake. Blocks.
+    """Read and check a configuration. Raises InvalidConfig, which names every error. Blocks.
 
     `file` is TOML, YAML or JSON by its ending; without it, the variable TIDEKV_CONFIG may name one. `environment` is
     the process's own unless given. `settings` are "section.option=value". `flags` are those of a command, by option:
     the flag's name and its value, None where it was not given. `defaults` are a command's own.
     """
-    loaded, mistakes = gather(file, environment=environment, settings=settings, flags=flags, defaults=defaults)
-    refuse("the configuration cannot be used", mistakes)
+    loaded, errors = gather(file, environment=environment, settings=settings, flags=flags, defaults=defaults)
+    refuse("the configuration cannot be used", errors)
     return loaded
 
 
-def refuse(what: str, mistakes: Sequence[Mistake]) -> None:
-    """Raise InvalidConfig if there are mistakes: a single one on the line of `what`, several on lines of their own."""
-    if len(mistakes) == 1:
-        raise InvalidConfig(f"{what}: {mistakes[0]}")
-    if mistakes:
-        raise InvalidConfig(f"{what}:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+def refuse(what: str, errors: Sequence[OptionError]) -> None:
+    """Raise InvalidConfig if there are errors: a single one on the line of `what`, several on lines of their own."""
+    if len(errors) == 1:
+        raise InvalidConfig(f"{what}: {errors[0]}")
+    if errors:
+        raise InvalidConfig(f"{what}:\n" + "\n".join(f"  {error}" for error in errors))
 
 
 def gather(
@@ -80,16 +80,16 @@ def gather(
     settings: Sequence[str] = (),
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Mapping[str, object] | None = None,
-) -> tuple[Loaded, list[Mistake]]:
-    """As `load`, but return the mistakes with the configuration that remains without the wrong values."""
+) -> tuple[Loaded, list[OptionError]]:
+    """As `load`, but return the errors with the configuration that remains without the wrong values."""
     environment = os.environ if environment is None else environment
     file = file or environment.get(FILE_VARIABLE)
-    mistakes: list[Mistake] = []
+    errors: list[OptionError] = []
     given = [Given(path, value, "default of the command") for path, value in (defaults or {}).items()]
     read = [from_file(file)] if file else []
     for values, wrong in (*read, from_environment(environment), from_settings(settings)):
         given += values
-        mistakes += wrong
+        errors += wrong
     given += from_flags(flags or {})
     # Later sources replace earlier ones; replaced values are not checked.
     last = {value.path: value for value in given}
@@ -100,15 +100,15 @@ def gather(
         try:
             sections[option.section][option.name] = _typed(option, value)
         except InvalidConfig as error:
-            mistakes.append(Mistake(value.origin, str(error)))
+            errors.append(OptionError(value.origin, str(error)))
             continue
         origins[path] = value.origin
     built: dict[str, dict[str, object]] = {section: {} for section in ("", *section_types())}
     # Groups before the section that holds them.
     for section in reversed(list(section_types())):
         parent, _, name = section.rpartition(".")
-        built[parent][name] = _section(section, sections[section], built[section], origins, mistakes)
-    return Loaded(Configuration(**built[""]), origins), mistakes  # type: ignore[arg-type]  # Each is of the type of its section.
+        built[parent][name] = _section(section, sections[section], built[section], origins, errors)
+    return Loaded(Configuration(**built[""]), origins), errors  # type: ignore[arg-type]  # Each is of the type of its section.
 
 
 def _section(
@@ -116,7 +116,7 @@ def _section(
     options: Mapping[str, object],
     groups: Mapping[str, object],
     origins: dict[str, str],
-    mistakes: list[Mistake],
+    errors: list[OptionError],
 ) -> msgspec.Struct:
     """Make a section. If that fails, leave out each option that is wrong on top of the defaults, or else all."""
     kind = section_types()[section]
@@ -133,16 +133,16 @@ def _section(
         except InvalidConfig as error:
             # Most begin with the name of the option, of which the path is the longer form.
             separator = " " if str(error).startswith(f"{name} ") else ": "
-            mistakes.append(Mistake(origins[path], f"{path}{separator}{str(error).removeprefix(f'{name} ')}"))
+            errors.append(OptionError(origins[path], f"{path}{separator}{str(error).removeprefix(f'{name} ')}"))
             origins[path] = DEFAULT
     if len(right) == len(options):
         # Each option is valid by itself, but not their combination.
-        mistakes.append(Mistake(f"section {section}", whole))
+        errors.append(OptionError(f"section {section}", whole))
         right = {}
     try:
         return kind(**groups, **right)
     except InvalidConfig as error:
-        mistakes.append(Mistake(f"section {section}", str(error)))
+        errors.append(OptionError(f"section {section}", str(error)))
         return kind()
 
 

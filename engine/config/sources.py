@@ -36,8 +36,8 @@ class Given(NamedTuple):
     is_text: bool = False
 
 
-class Mistake(NamedTuple):
-    """A mistake and the origin of the value."""
+class OptionError(NamedTuple):
+    """An error and the origin of the value."""
 
     origin: str
     what: str
@@ -46,30 +46,30 @@ class Mistake(NamedTuple):
         return f"{self.what} ({self.origin})" if self.origin else self.what
 
 
-def from_file(path: str) -> tuple[list[Given], list[Mistake]]:
+def from_file(path: str) -> tuple[list[Given], list[OptionError]]:
     """Read a TOML, YAML or JSON file, by its suffix. The origin of a value is its file and line. Blocks."""
     try:
         tables = read_extra_options(f"@{path}")
         file = Path(path).expanduser()
         lines = option_lines(file.read_text(), file.suffix)
     except InvalidConfig as error:
-        return [], [Mistake("", str(error))]
+        return [], [OptionError("", str(error))]
     place = _Place(path, lines)
     given: list[Given] = []
-    mistakes: list[Mistake] = []
+    errors: list[OptionError] = []
     for section, table in tables.items():
         if section not in section_types() or "." in section:
-            mistakes.append(Mistake(place.of(section), str(unknown(section, top_sections(), "section"))))
+            errors.append(OptionError(place.of(section), str(unknown(section, top_sections(), "section"))))
         else:
-            _take_table(section, table, place, given, mistakes)
-    return given, mistakes
+            _take_table(section, table, place, given, errors)
+    return given, errors
 
 
-def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[Mistake]]:
-    """Read TIDEKV_SECTION_OPTION variables. An unknown TIDEKV_ variable is a mistake."""
+def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[OptionError]]:
+    """Read TIDEKV_SECTION_OPTION variables. An unknown TIDEKV_ variable is an error."""
     paths = {option.variable: path for path, option in all_options().items()}
     given: list[Given] = []
-    mistakes: list[Mistake] = []
+    errors: list[OptionError] = []
     for variable, value in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or _NOT_OURS.search(variable):
             continue
@@ -78,28 +78,28 @@ def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[
             # Two underscores for one are other programs' way to write a section.
             near = difflib.get_close_matches(re.sub("_+", "_", variable), paths, 1, 0.85)
             guess = f"there is no option of this name; did you mean {near[0]}?" if near else refused(_guessed(variable))
-            mistakes.append(Mistake(f"environment variable {variable}", str(guess)))
+            errors.append(OptionError(f"environment variable {variable}", str(guess)))
         else:
             given.append(Given(path, value, f"environment variable {variable}", is_text=True))
-    return given, mistakes
+    return given, errors
 
 
-def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
+def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[OptionError]]:
     """Read the values of `--set`, each `section.option=value`. Returns what was given, and what is wrong with the rest.
 
     The secret is refused: a command line is visible to other users of the machine.
     """
     given: list[Given] = []
-    mistakes: list[Mistake] = []
+    errors: list[OptionError] = []
     for setting in settings:
         path, equals, value = setting.partition("=")
         if not equals:
-            mistakes.append(Mistake(f"--set {path}", "give section.option=value"))
+            errors.append(OptionError(f"--set {path}", "give section.option=value"))
         elif path.strip() == SECRET_PATH:
-            mistakes.append(Mistake(f"--set {SECRET_PATH}", ON_THE_COMMAND_LINE))
+            errors.append(OptionError(f"--set {SECRET_PATH}", ON_THE_COMMAND_LINE))
         else:
-            _add(Given(path.strip(), value, f"--set {path.strip()}", is_text=True), given, mistakes)
-    return given, mistakes
+            _add(Given(path.strip(), value, f"--set {path.strip()}", is_text=True), given, errors)
+    return given, errors
 
 
 def from_flags(flags: Mapping[str, tuple[str, object]]) -> list[Given]:
@@ -123,23 +123,23 @@ class _Place(NamedTuple):
         return f"{self.file}:{self.lines[path]}" if path in self.lines else self.file
 
 
-def _take_table(section: str, table: object, place: _Place, given: list[Given], mistakes: list[Mistake]) -> None:
+def _take_table(section: str, table: object, place: _Place, given: list[Given], errors: list[OptionError]) -> None:
     if not isinstance(table, Mapping):
-        mistakes.append(Mistake(place.of(section), f"section {section!r} must be a table of options"))
+        errors.append(OptionError(place.of(section), f"section {section!r} must be a table of options"))
         return
     for name, value in table.items():
         path = f"{section}.{name}"
         if path in section_types():
-            _take_table(path, value, place, given, mistakes)
+            _take_table(path, value, place, given, errors)
         else:
-            _add(Given(path, value, place.of(path)), given, mistakes)
+            _add(Given(path, value, place.of(path)), given, errors)
 
 
-def _add(value: Given, given: list[Given], mistakes: list[Mistake]) -> None:
+def _add(value: Given, given: list[Given], errors: list[OptionError]) -> None:
     if value.path in all_options():
         given.append(value)
     else:
-        mistakes.append(Mistake(value.origin, str(refused(value.path))))
+        errors.append(OptionError(value.origin, str(refused(value.path))))
 
 
 def _guessed(variable: str) -> str:

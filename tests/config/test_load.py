@@ -1,4 +1,4 @@
-"""From file, environment, settings and flags to one configuration: the order, the origins, and every mistake."""
+"""From file, environment, settings and flags to one configuration: the order, the origins, and every error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.engine.config import Configuration, gather, load
-from tidekv.engine.config.check import mistakes_here
+from tidekv.engine.config.check import errors_here
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.lines import option_lines
 from tidekv.engine.config.options import all_options
@@ -27,8 +27,8 @@ def write(path: Path, text: str) -> str:
 
 
 def said(*, file: str | None = None, environment: Mapping[str, str] = NOTHING, settings: tuple[str, ...] = ()) -> str:
-    loaded, mistakes = gather(file, environment=environment, settings=settings)
-    return "\n".join(map(str, [*mistakes, *mistakes_here(loaded)]))
+    loaded, errors = gather(file, environment=environment, settings=settings)
+    return "\n".join(map(str, [*errors, *errors_here(loaded)]))
 
 
 def test_nothing_given_is_the_defaults_that_embedders_have() -> None:
@@ -42,9 +42,9 @@ def test_nothing_given_is_the_defaults_that_embedders_have() -> None:
 @pytest.mark.parametrize("listen", ["0.0.0.0:7000", "[::]:7000", "203.0.113.5:7000"])
 def test_a_prefill_that_listens_on_the_network_needs_a_secret(listen: str, tmp_path: Path) -> None:
     on_network = f"prefill.listen={listen}"
-    mistake = said(settings=(on_network,))
-    assert f"prefill.listen: {listen} is on the network, and there is no secret" in mistake
-    assert "\n" not in mistake
+    error = said(settings=(on_network,))
+    assert f"prefill.listen: {listen} is on the network, and there is no secret" in error
+    assert "\n" not in error
     file = write(tmp_path / "secret", "word")
     for allowed in (f"transport.secret_file={file}", "transport.allow_no_secret=true"):
         assert said(settings=(on_network, allowed)) == ""
@@ -204,7 +204,7 @@ def test_each_option_of_a_file_has_its_line(ending: str, lines: tuple[int, ...])
     assert "engine.model" not in found
 
 
-def test_all_mistakes_are_named_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_errors_are_named_at_once_each_with_its_place(tmp_path: Path) -> None:
     text = (
         '[engine]\njournal_path = "x"\n[engine.admission]\nqueu_max = 5\n[engine.storage]\nprefetch = "never"\n'
         '[engine.peer]\nlease_s = -1\n[cahce]\nl1 = 5\n[cache]\npage_size = "big"\n'
@@ -249,8 +249,8 @@ def test_a_value_that_is_replaced_is_not_looked_at() -> None:
 def test_options_that_fit_together_only_are_taken_together() -> None:
     loaded = load(environment=NOTHING, settings=["engine.peer.heartbeat_s=3", "engine.peer.silence_s=9"])
     assert loaded.configuration.engine.peer.heartbeat_s == 3
-    mistake = "engine.peer.heartbeat_s must be at most half of silence_s, 1, not 3"
-    assert mistake in said(settings=("engine.peer.heartbeat_s=3",))
+    error = "engine.peer.heartbeat_s must be at most half of silence_s, 1, not 3"
+    assert error in said(settings=("engine.peer.heartbeat_s=3",))
     assert "--set engine.peer.heartbeat_s" in said(settings=("engine.peer.heartbeat_s=3",))
 
 
@@ -278,7 +278,7 @@ def test_a_secret_has_one_source() -> None:
     assert "secret and secret_file are both given" in words
 
 
-def test_a_file_that_cannot_be_read_is_one_mistake(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
     assert "cannot be read" in said(file=str(tmp_path / "none.toml"))
     assert "is not valid TOML" in said(file=write(tmp_path / "bad.toml", "[engine\n"))
     assert "section 'engine' must be a table" in said(file=write(tmp_path / "flat.toml", "engine = 3\n"))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.engine.config import load
-from tidekv.engine.config.check import mistakes_here
+from tidekv.engine.config.check import errors_here
 from tidekv.engine.config.sections import TransportSection
 from tidekv.engine.config.tls import dial_context, listen_context
 from tidekv.states.errors import InvalidConfig
@@ -57,11 +57,11 @@ def test_a_file_that_cannot_be_used_is_named_before_anything_starts(tmp_path: Pa
     (tmp_path / "empty.pem").write_text("")
     for file in (tmp_path / "none.pem", tmp_path / "empty.pem"):
         loaded = load(environment={}, settings=[f"transport.{name}={file}"])
-        (mistake,) = mistakes_here(loaded)
-        assert str(mistake).startswith(f"transport.{name}: {name} {file} cannot be used")
-        assert mistake.origin == f"--set transport.{name}"
+        (error,) = errors_here(loaded)
+        assert str(error).startswith(f"transport.{name}: {name} {file} cannot be used")
+        assert error.origin == f"--set transport.{name}"
     whole = load(environment={}, settings=[f"transport.tls_certificate={PEM}", f"transport.tls_authority={PEM}"])
-    assert list(mistakes_here(whole)) == []
+    assert list(errors_here(whole)) == []
 
 
 @pytest.mark.nixl

@@ -1,4 +1,4 @@
-"""What lies in deploy/ can be parsed, names what exists, and configures workers without a mistake."""
+"""What lies in deploy/ can be parsed, names what exists, and configures workers without an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.manifest_schemas import mistakes
+from tests.support.manifest_schemas import schema_errors
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import gather
 from tidekv.engine.decode.status_server import StoreAllRequest
@@ -103,11 +103,11 @@ def test_manifests_are_valid_by_the_published_schemas(file: str) -> None:
     yaml = pytest.importorskip("yaml")
     documents = [one for one in yaml.safe_load_all((DEPLOY / file).read_text()) if one]
     assert documents
-    assert [mistake for one in documents for mistake in mistakes(one)] == []
+    assert [error for one in documents for error in schema_errors(one)] == []
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "mistake"),
+    ("field", "value", "error"),
     [
         ("spec.template.spec.containers.0.readynessProbe", {}, "readynessProbe is no field"),
         ("spec.template.spec.terminationGracePeriodSeconds", "120", "'120' is no integer"),
@@ -117,7 +117,7 @@ def test_manifests_are_valid_by_the_published_schemas(file: str) -> None:
         ("apiVersion", "apps/v1beta1", "no kind that is known"),
     ],
 )
-def test_a_mistake_in_a_manifest_is_found(field: str, value: object, mistake: str) -> None:
+def test_an_error_in_a_manifest_is_found(field: str, value: object, error: str) -> None:
     yaml = pytest.importorskip("yaml")
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes-vllm.yaml").read_text()))
     (broken, _) = [one for one in documents if one["kind"] == "StatefulSet"]
@@ -126,8 +126,8 @@ def test_a_mistake_in_a_manifest_is_found(field: str, value: object, mistake: st
     for part in path:
         place = place[int(part) if part.isdecimal() else part]
     place[int(last) if last.isdecimal() else last] = value
-    (found,) = mistakes(broken)
-    assert mistake in found
+    (found,) = schema_errors(broken)
+    assert error in found
 
 
 def test_bounds_of_custom_resources_are_checked() -> None:
@@ -136,7 +136,7 @@ def test_bounds_of_custom_resources_are_checked() -> None:
     assert pool["kind"] == "InferencePool"
     pool["spec"]["targetPorts"][0]["number"] = 70_000
     pool["spec"]["endpointPickerRef"]["failureMode"] = "Sometimes"
-    assert [mistake.partition(": ")[0] for mistake in mistakes(pool)] == [
+    assert [error.partition(": ")[0] for error in schema_errors(pool)] == [
         "InferencePool.spec.targetPorts[0].number",
         "InferencePool.spec.endpointPickerRef.failureMode",
     ]
@@ -279,7 +279,7 @@ def test_what_routers_and_monitors_reach_is_open_to_them_and_nothing_else(engine
 
 
 @pytest.mark.parametrize("source", ["kubernetes.yaml", "worker.toml"])
-def test_the_configuration_has_no_mistake(tmp_path: Path, source: str) -> None:
+def test_the_configuration_has_no_error(tmp_path: Path, source: str) -> None:
     text = (DEPLOY / "worker.toml").read_text()
     if source == "kubernetes.yaml":
         text = manifests()[0]["data"]["worker.toml"]
@@ -289,8 +289,8 @@ def test_the_configuration_has_no_mistake(tmp_path: Path, source: str) -> None:
             variables |= {each["name"]: each["value"] for each in container["env"]}
     file = tmp_path / "worker.toml"
     file.write_text(text)
-    loaded, mistakes = gather(str(file), environment=variables)
-    assert mistakes == []
+    loaded, errors = gather(str(file), environment=variables)
+    assert errors == []
     assert loaded.configuration.prefill.listen == "0.0.0.0:7000"
     assert tuple(loaded.configuration.decode.prefill) == ("tidekv-prefill:7000",)
 
@@ -302,8 +302,8 @@ def test_the_unit_names_options_and_commands_that_exist(tmp_path: Path) -> None:
     environment = dict(re.findall(r"^Environment=(\w+)=(.*)$", text, re.MULTILINE))
     file = tmp_path / "worker.toml"
     file.write_text((DEPLOY / "worker.toml").read_text())
-    loaded, mistakes = gather(environment={**environment, "TIDEKV_CONFIG": str(file)})
-    assert mistakes == []
+    loaded, errors = gather(environment={**environment, "TIDEKV_CONFIG": str(file)})
+    assert errors == []
     assert loaded.configuration.transport.secret_file == "%d/secret"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed; only what is above was checked")

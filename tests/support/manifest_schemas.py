@@ -20,7 +20,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def mistakes(document: Mapping[str, Any]) -> list[str]:
+def schema_errors(document: Mapping[str, Any]) -> list[str]:
     """Return what is wrong in a manifest, each with its place."""
     schemas = json.loads(SCHEMAS.read_text())
     kind = f"{document.get('apiVersion')} {document.get('kind')}"
