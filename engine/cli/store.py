@@ -89,7 +89,7 @@ def show(uri: Uri, options: Options = None, namespace: Namespace = None, page_by
             started_s = time.perf_counter()
             try:
                 await store.storage.probe()
-                probed = f"good, {1000 * (time.perf_counter() - started_s):.1f} ms"
+                probed = f"ok, {1000 * (time.perf_counter() - started_s):.1f} ms"
             except StorageFailed as failed:
                 probed = f"failed: {failed}"
             said = store.storage.statistics()
@@ -100,7 +100,7 @@ def show(uri: Uri, options: Options = None, namespace: Namespace = None, page_by
                 "pages of this namespace": f"{said.pages:,}",
                 "counts against the capacity": f"{_size(said.used_bytes)} ({counted})",
             }
-            return {**rows, "probe": probed}, probed.startswith("good")
+            return {**rows, "probe": probed}, probed.startswith("ok")
 
     rows, usable = asyncio.run(look())
     table = Table(show_header=False)

@@ -184,7 +184,7 @@ async def _copy_batch(source: OpenStore, target: OpenStore, keys: Sequence[bytes
     there = await target.storage.exists(keys, timeout_s=TIMEOUT_S)
     wanted = [key for key, has in zip(keys, there, strict=True) if not has]
     got = await source.storage.get_into(wanted, page_ids(range(len(wanted))), timeout_s=TIMEOUT_S)
-    whole = [(key, page) for page, (key, good) in enumerate(zip(wanted, got, strict=True)) if good]
+    whole = [(key, page) for page, (key, is_valid) in enumerate(zip(wanted, got, strict=True)) if is_valid]
     stored = await target.storage.put_from(
         [key for key, _ in whole], page_ids(page for _, page in whole), timeout_s=TIMEOUT_S
     )

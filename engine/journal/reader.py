@@ -2,7 +2,7 @@
 
 Raises JournalRefused for a file that is no journal of this version, and JournalDamaged for a line that was changed,
 lost or moved. A run that was killed has no end record and may end in half a line: that is reported as `torn`, and every
-line before it is good.
+line before it is valid.
 """
 
 from __future__ import annotations

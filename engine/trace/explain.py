@@ -60,10 +60,10 @@ def explain(trace: RequestTrace, *, now_s: float, unix_s: float | None = None) -
         # More speed does not help a request that failed for another reason.
         lines += _faster(trace, now_s)
     if trace.is_partial:
-        good = sum(trace.sources.values())
+        restored = sum(trace.sources.values())
         lines.append(
-            f"It ended early: {trace.cause}{_detail(trace)}; {good} of {trace.prompt_tokens} tokens were in place, and "
-            "its caller computes the rest."
+            f"It ended early: {trace.cause}{_detail(trace)}; {restored} of {trace.prompt_tokens} tokens were in place, "
+            "and its caller computes the rest."
         )
     if trace.returned_at_s is not None and trace.returned_at_s > (trace.ended_at_s or trace.returned_at_s):
         late_s = trace.returned_at_s - (trace.ended_at_s or 0.0)

@@ -240,8 +240,8 @@ class RedisPages:
             causes = [self._read(worker, [key], [page])[0] for key in keys]
             if NO_SERVICE.intersection(causes):
                 raise StorageFailed(self.last_error)
-            good = [key for key, cause in zip(keys, causes, strict=True) if not cause]
-            self._index.enter_strays(worker.link, good)
+            intact = [key for key, cause in zip(keys, causes, strict=True) if not cause]
+            self._index.enter_strays(worker.link, intact)
             return causes, self._index.count(worker.link)
 
         causes, self.pages = await self._on_worker(read)
@@ -347,7 +347,7 @@ class RedisPages:
             self._remove(link, bad)
             return self._index.count(link)
         except ServerFailed as error:
-            # The pages are read and good; the next call will find out what has happened to the server.
+            # The pages are read and intact; the next call will find out what has happened to the server.
             self.last_error = str(error)
             return None
 

@@ -163,7 +163,7 @@ def test_cp_brings_pages_to_a_server_and_back(root: Path, tmp_path: Path, redis_
     assert "17" in tidekv("ls", redis_uri).stdout
     assert "17 pages whole, 0 damaged" in tidekv("verify", redis_uri).stdout
     said = tidekv("stat", redis_uri).stdout
-    assert "17" in said and "good" in said
+    assert "17" in said and "ok" in said
     back = f"file:{tmp_path / 'back'}?capacity=2MB"
     assert tidekv("cp", redis_uri, back).exit_code == 0
     assert sum(read(back, range(20))) == 17
