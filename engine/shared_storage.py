@@ -80,18 +80,18 @@ class StorageGuard:
         return self._breaker.is_open
 
     async def call(self, what: str, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call storage, and note how that ended. None: it raised, and `what` was logged with the error."""
+        """Call storage, and note how that ended. None: it raised, and `what` was logged with the error, or the breaker
+        is open, and it was not called.
+        """
+        if self.is_open:
+            return None
         try:
             result = await own_cancels_only(function(*args, **kwargs), "storage")
         except Exception as error:
             self.failed(what, error)
             return None
-        self.succeeded()
-        return result
-
-    def succeeded(self) -> None:
-        """Record a successful call."""
         self._note(failed=False)
+        return result
 
     def failed(self, what: str, error: BaseException) -> None:
         """Record and log a failed call."""

@@ -554,6 +554,21 @@ def test_calls_that_storage_cancels_have_failed(worker: Callable[..., Worker], c
     assert one.pages._guard.is_open
 
 
+def test_a_load_does_not_ask_storage_that_is_left_alone(worker: Callable[..., Worker]) -> None:
+    """Each request would wait for a storage that is gone, until its timeout."""
+    one = worker()
+    one.store.fails.add("get_into")
+    for number in range(8):
+        one.load(0, 2, name=f"r{number}")
+        one.settled()
+    one.store.fails.clear()
+    one.store.calls.clear()
+    one.load(0, 2, name="later")
+    assert one.settled() == {"load_pages_failed": 2}
+    assert one.ended[-1] == LoadEnded("later", (20, 21))
+    assert one.store.calls == []
+
+
 @pytest.mark.parametrize("raised", [CANCELLED, ZeroDivisionError("a bug of the probe")], ids=["cancelled", "a bug"])
 def test_storage_whose_probe_raises_anything_is_probed_again(
     uri: str, monkeypatch: pytest.MonkeyPatch, raised: BaseException

@@ -8,9 +8,9 @@ failures storage is not called until a probe succeeds: each call would hold up S
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -28,8 +28,6 @@ LOG = engine_log("tidekv.sglang")
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
-P = ParamSpec("P")
-T = TypeVar("T")
 LOOK_UP_S = 1.0
 """Maximum seconds for which a look-up blocks its caller. SGLang's decode server looks up in the thread that schedules
 all of its requests.
@@ -77,9 +75,9 @@ class StorageThread:
 
         Storage that does not answer within LOOK_UP_S has none of them, and is not asked again before it has answered.
         """
-        self._loop.check()
         late = self._late
-        if self._guard.is_open or (late is not None and not late.done()):
+        if late is not None and not late.done():
+            self._loop.check()
             return 0
         asked = self._loop.start(self._touch([*prefix_keys, *keys]))
         wait([asked], timeout=LOOK_UP_S)
@@ -107,13 +105,9 @@ class StorageThread:
                 batch = keys[first : first + self._batch]
                 pages = page_ids(range(len(batch)))
                 above = prefix_of(self._storage, [*prefix_keys, *keys[:first]])
-                found = self._call(
-                    "storage read failed, which counts as a miss",
-                    self._storage.get_into,
-                    batch,
-                    pages,
-                    timeout_s=self._timeout_s,
-                    **above,
+                what, get_into = "storage read failed, which counts as a miss", self._storage.get_into
+                found = self._loop.call(
+                    self._guard.call(what, get_into, batch, pages, timeout_s=self._timeout_s, **above)
                 )
                 if found is None:
                     break
@@ -142,14 +136,9 @@ class StorageThread:
                 for page in range(len(batch)):
                     give(first + page, self._pool.buffer[self._batch + page])
                 pages = page_ids(range(self._batch, self._batch + len(batch)))
-                put = self._call(
-                    "storage write failed",
-                    put_prefix,
-                    self._storage,
-                    batch,
-                    pages,
-                    timeout_s=self._timeout_s,
-                    prefix_keys=[*prefix_keys, *keys[:first]],
+                given: dict[str, Any] = {"timeout_s": self._timeout_s, "prefix_keys": [*prefix_keys, *keys[:first]]}
+                put = self._loop.call(
+                    self._guard.call("storage write failed", put_prefix, self._storage, batch, pages, **given)
                 )
                 if put is None:
                     break
@@ -176,12 +165,6 @@ class StorageThread:
         finally:
             for lock in held:
                 lock.release()
-
-    def _call(self, what: str, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call storage on the loop. None: that failed, or storage is left alone."""
-        if self._guard.is_open:
-            return None
-        return self._loop.call(self._guard.call(what, function, *args, **kwargs))
 
     async def _touch(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Note that pages are in use; returns which are there, None after a failure."""

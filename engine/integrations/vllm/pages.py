@@ -40,7 +40,7 @@ from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.types import page_ids
 from tidekv.transports.blocking import settled
-from tidekv.transports.tasks import OwnedTasks, own_cancels_only
+from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
@@ -124,6 +124,7 @@ class HostCache:
 LOG = engine_log("tidekv.vllm")
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
+NOT_STORED: Final = "pages could not be stored"
 T = TypeVar("T")
 
 
@@ -347,14 +348,19 @@ class WorkerPages:
                 if page in new:
                     self._cache.keep(key, page)
             keys, pages = [key for key, _ in pairs], page_ids([page for _, page in pairs])
-            put = put_prefix(
-                self._storage, keys, pages, timeout_s=self._settings.save_timeout_s, prefix_keys=prefix_keys
+            done = await self._guard.call(
+                NOT_STORED,
+                put_prefix,
+                self._storage,
+                keys,
+                pages,
+                timeout_s=self._settings.save_timeout_s,
+                prefix_keys=prefix_keys,
             )
-            done = await own_cancels_only(put, "storage")
-            stored, present = done.put, sum(done.there) - done.put
-            self._guard.succeeded()
+            if done is not None:
+                stored, present = done.put, sum(done.there) - done.put
         except Exception as error:
-            self._guard.failed("pages could not be stored", error)
+            self._guard.failed(NOT_STORED, error)
         finally:
             self._count("save_pages_stored", stored)
             self._count("save_pages_present", present)
