@@ -109,6 +109,8 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     lent_components: dict[str, tuple[int, ...]] = {}
     peers: tuple[str, ...] = ()
     """Decode workers that may have the prompt in their host memory, in the order in which they are asked."""
+    peers_refused: tuple[str, ...] = ()
+    """Why peers that hints of the request named are not among them. No decision depends on it."""
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):

@@ -18,11 +18,10 @@ from tidekv.transports.wire import check_promise
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
 
     from tidekv.engine.decode.lent_pages import PagesByGroup
     from tidekv.engine.decode.runtime import Runtime
-    from tidekv.engine.decode.values import ReadyRequest, RestoredPages
+    from tidekv.engine.decode.values import HintedPeers, ReadyRequest, RestoredPages
 
 GENERATIONS_MAX = 1 << 16
 """Maximum rooms of one request. Ids may be used again, but not generations of an id."""
@@ -114,19 +113,20 @@ class Arrivals:
         if len(core.queue) + self._runtime.calls.arriving(core) >= settings.queue_max:
             raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
 
-    def _peers_of(self, request: DecodeRequest, hinted: Sequence[str]) -> tuple[str, ...]:
+    def _peers_of(self, request: DecodeRequest, hinted: HintedPeers | None) -> tuple[str, ...]:
         """Return the peers of a request in the order in which they may be asked: none twice, and not this worker."""
         peers = self._runtime.peers
         if peers is None:
             return ()
-        named = dict.fromkeys((*hinted, *request.peers, *self._runtime.config.cache_peers.ask))
+        first = () if hinted is None else hinted.allowed
+        named = dict.fromkeys((*first, *request.peers, *self._runtime.config.cache_peers.ask))
         return tuple(address for address in named if address != peers.address)[:PEERS_MAX]
 
     def post(
         self,
         request: DecodeRequest,
         packed: bytes,
-        hinted: Sequence[str] = (),
+        hinted: HintedPeers | None = None,
         *,
         lent_pages: PagesByGroup | None = None,
         held_pages: int = 0,
@@ -167,6 +167,7 @@ class Arrivals:
             # With bigrams, the KV of the prompt's end depends on the first token of the answer.
             rest=packed[len(keys) :] if runtime.core.settings.components and not page_keys.bigrams else b"",
             peers=self._peers_of(request, hinted),
+            peers_refused=() if hinted is None else tuple(hinted.refused),
             # The last token that is generated has no KV.
             tokens_max=request.max_new_tokens and len(packed) // TOKEN_BYTES + request.max_new_tokens - 1,
         )

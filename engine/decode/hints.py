@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.config.engine_config import PEERS_MAX
+from tidekv.engine.decode.values import HintedPeers
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidRequest
 from tidekv.states.validation import PlainText, Seconds, host_and_port, short
@@ -141,8 +142,8 @@ class HintCalls:
         self.counts: Counter[tuple[str, str]] = Counter()
         """Actions by type and outcome; unknown types count as "other"."""
 
-    async def take(self, envelope: object, *, peers: list[str] | None = None) -> list[HintOutcome]:
-        """Act on each action in order. `peers`, with the hints of a request, gets the peers that they name for it.
+    async def take(self, envelope: object, *, peers: HintedPeers | None = None) -> list[HintOutcome]:
+        """Act on each action in order. `peers`, with the hints of a request, gets those that they name for it.
 
         Raises InvalidRequest for what is no envelope.
         """
@@ -218,7 +219,7 @@ class HintCalls:
         outcome, pages = await done
         return HintOutcome(action.action_id, outcome, pages * settings.page_size)
 
-    def _name_peer(self, action: HintAction, peers: list[str] | None) -> HintOutcome:
+    def _name_peer(self, action: HintAction, peers: HintedPeers | None) -> HintOutcome:
         """Add the peer of a `kv.fetch` to those of its request, if the options allow its address."""
         try:
             if action.action_version != ACTION_VERSION:
@@ -236,9 +237,11 @@ class HintCalls:
                 raise InvalidRequest(f"{short(address)} is not in cache_peers.allow")
             self._runtime.transport.check_address(address)
         except (msgspec.ValidationError, InvalidRequest) as error:
+            if peers is not None and len(peers.refused) < PEERS_MAX:
+                peers.refused.append(str(error))
             return HintOutcome(action.action_id, "rejected", cause=str(error))
-        if address not in peers and len(peers) < PEERS_MAX:
-            peers.append(address)
+        if address not in peers.allowed and len(peers.allowed) < PEERS_MAX:
+            peers.allowed.append(address)
         return HintOutcome(action.action_id, "accepted")
 
     async def _prefix(self, payload: HintPayload) -> tuple[str, bytes]:
@@ -271,15 +274,15 @@ class HintCalls:
         return found
 
 
-async def take_of_request(calls: HintCalls, hints: Mapping[str, object] | None) -> tuple[str, ...]:
+async def take_of_request(calls: HintCalls, hints: Mapping[str, object] | None) -> HintedPeers | None:
     """Act on the hints of a request; returns the peers that they name. What is no envelope is counted, and nothing
     else.
     """
-    peers: list[str] = []
     if hints is None:
-        return ()
+        return None
+    peers = HintedPeers()
     try:
         await calls.take(hints, peers=peers)
     except (InvalidRequest, EngineClosed):
         calls.counts["other", "rejected"] += 1
-    return tuple(peers)
+    return peers

@@ -396,8 +396,7 @@ class Runtime:
         self.journal = await self._open_journal()
         watchers: list[Watcher | None] = [self.host_records, self.journal, self._fold, self.ranks, self.log]
         if self.kv_events is not None:
-            options = self.config.kv_events
-            settings, bigrams = self.core.settings, self.config.bigram_keys
+            options, settings, bigrams = self.config.kv_events, self.core.settings, self.config.bigram_keys
             content = KVContent(
                 page_size=settings.page_size,
                 key_bytes=settings.key_bytes,
@@ -663,6 +662,7 @@ class Runtime:
             "events_illegal": self.driver.illegal_events,
             "effects_raised": self.executor.raised,
             "loop_stalls": self.watchdog.stalls,
+            "draining": self.is_draining,
             "ranks": None if self.ranks is None else self.ranks.statistics(),
         }
 

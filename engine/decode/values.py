@@ -119,6 +119,15 @@ class DecodeRequest:
         return (self.prefill,) if isinstance(self.prefill, str) else tuple(self.prefill)
 
 
+@dataclass(slots=True)
+class HintedPeers:
+    """The peers that hints of a request name, at most PEERS_MAX."""
+
+    allowed: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Why others are not asked."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RecomputeJob:
     """Work for the engine's caller to compute, because no prefill is left."""
@@ -303,6 +312,7 @@ class EngineStatistics(TypedDict):
     effects_raised: int
     """Effects that raised; any is a bug of tidekv."""
     loop_stalls: int
+    draining: bool
     ranks: Mapping[str, Any] | None
 
 

@@ -114,6 +114,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     tokens_max: int
     lent_components: dict[str, tuple[int, ...]]
     peers: tuple[str, ...]
+    peers_refused: tuple[str, ...]
 
     @classmethod
     def of(cls, event: RequestArrived, keys: bytes, rest: bytes, namespace: str) -> ArrivalRecord:
@@ -138,6 +139,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             event.tokens_max,
             event.lent_components,
             event.peers,
+            event.peers_refused,
         )
 
     def event(self) -> RequestArrived:

@@ -87,6 +87,12 @@ class MetricsCollector(Collector):
         yield labeled_counter(
             "tidekv_declined_pages", "Pages that storage or host memory had, not loaded.", "cause", fold.declined
         )
+        yield labeled_counter(
+            "tidekv_peer_declined_pages", "Pages that no tier had, not asked of peers.", "cause", fold.peer_declined
+        )
+        yield CounterMetricFamily(
+            "tidekv_peers_refused", "Peers named by hints that may not be asked.", value=fold.peers_refused
+        )
         yield labeled_counter("tidekv_raises", "Rules of the core that raised: each is a bug.", "rule", fold.raises)
         yield labeled_counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
         yield CounterMetricFamily(

@@ -72,6 +72,12 @@ class MetricsFold:
         """Spans asked of prefill by extend, by the cause of the failure."""
         self.declined: Counter[str] = Counter()
         """Pages that storage had and that were not fetched, by the cause: `tidekv.states.records.causes.DECLINED`."""
+        self.peer_declined: Counter[str] = Counter()
+        """Pages that no tier had and no peer of the request was asked for, by the cause:
+        `tidekv.states.records.causes.PEER_DECLINED`.
+        """
+        self.peers_refused = 0
+        """Peers that hints of requests named, and that may not be asked."""
         self.raises: Counter[str] = Counter()
         """Raises that the core survived, by the rule: a function of `tidekv.states`."""
         self.evicted: Counter[str] = Counter()
@@ -118,6 +124,7 @@ class MetricsFold:
             self._chunk(event)  # type: ignore[arg-type]  # Just that.
         elif kind is events.RequestArrived:
             self.arrived += not error
+            self.peers_refused += len(event.peers_refused)  # type: ignore[attr-defined]  # Just that.
         elif kind is events.FinishRequested or kind is events.RetractRequested:
             for part in () if error else event.component_pages:  # type: ignore[attr-defined]  # Both have them.
                 self.component_pages[part.component, "left"] += len(part.pages)
@@ -179,6 +186,9 @@ class MetricsFold:
         if request is not None and request.sources.declined[1]:
             cause, count = request.sources.declined
             self.declined[cause] += count
+        if request is not None and request.sources.peer_declined[1]:
+            cause, count, _ = request.sources.peer_declined
+            self.peer_declined[cause] += count
         self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
         self.pages["asked"] += len(command.pages)
         for part in command.component_pages or ():

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events
 from tidekv.states.commands import FALLBACKS
-from tidekv.states.records.causes import DECLINED, LOAD_CAUSES, LOST_CAUSES
+from tidekv.states.records.causes import DECLINED, LOAD_CAUSES, LOST_CAUSES, PEER_DECLINED
 from tidekv.states.storage_policy import POLICY_FIELDS
+from tidekv.states.validation import printable
 
 if TYPE_CHECKING:
     from tidekv.engine.trace.request_trace import Work
@@ -119,6 +120,12 @@ def declined_words(request: Request, core: Core) -> str:
         detail = "prefetch is soonest"
     tier = "host memory" if cause == "copies_slower" else "storage"
     return f"{count} pages that {tier} has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
+
+
+def peer_declined_words(request: Request) -> str:
+    """Return why pages are not asked of the peers of a request."""
+    cause, count, peers = request.sources.peer_declined
+    return f"{count} pages were not asked of peer {printable(peers)}: {PEER_DECLINED[cause]}"
 
 
 def breaker_words(core: Core) -> str:

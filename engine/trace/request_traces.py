@@ -21,6 +21,7 @@ from tidekv.engine.trace.causes import (
     error_of,
     extend_cause,
     in_one_line,
+    peer_declined_words,
     policy_words,
     unasked_words,
     unstored_words,
@@ -39,6 +40,7 @@ from tidekv.states.records.stages import State
 from tidekv.states.storage.fetch_source import LateFetch
 from tidekv.states.storage_policy import StoragePolicy, policy_of
 from tidekv.states.types import FULL
+from tidekv.states.validation import printable
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -223,6 +225,9 @@ class RequestTraces:
         request_trace.resumes = self._given_away.pop(event.request_id, None)
         request_trace.notes += [
             (hint.at_s, hint.words) for hint in self._hints if hint.is_about(event.namespace, event.keys)
+        ]
+        request_trace.notes += [
+            (event.at_s, f"a hint named a peer that is not asked: {printable(why)}") for why in event.peers_refused
         ]
         if self._keep:
             self.all.append(request_trace)
@@ -464,6 +469,8 @@ class RequestTraces:
             request_trace.fall_back(at_s, UNANSWERED, CONSEQUENCES["query"])
         if request is not None and plan.declined_pages:
             request_trace.fall_back(at_s, declined_words(request, core), "the transfer brings them")
+        if request is not None and request.sources.peer_declined[1]:
+            request_trace.fall_back(at_s, peer_declined_words(request), "the transfer brings them")
         first = -(-command.promised_tokens // self._page_size)
         self._span(request_trace, command.generation, 0, first, len(command.pages), at_s)
 

@@ -92,10 +92,39 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
     prefills = Table("prefill", "pages", title="withheld before READY")
     for (prefill,), count in now.get("tidekv_prefill_pages", {}).items():
         prefills.add_row(Text(prefill), f"{count:.0f}")
-    lines: list[RenderableType] = [_pools(now), Columns([states, ended, sources, cuts, declined, prefills])]
+    tables = [states, ended, sources, cuts, declined, prefills, *_peers(now, before, elapsed_s)]
+    lines: list[RenderableType] = [_pools(now), Columns(tables)]
+    live = {what: count for (what,), count in now.get("tidekv_live", {}).items()}
+    if now.get("tidekv_engine", {}).get(("draining", "engine"), 0) or live.get("pages_to_store"):
+        requests = sum(now["tidekv_requests"].values())
+        stored = now.get("tidekv_pages_total", {}).get(("stored",), 0)
+        words = "draining" if now["tidekv_engine"].get(("draining", "engine")) else "storing what storage lacks"
+        left = f"{live.get('pages_to_store', 0):.0f} left to store"
+        lines.append(Text(f"{words}: {requests:.0f} requests live, {stored:.0f} pages stored since the start, {left}"))
     if now.get("tidekv_storage_breaker_open", {}).get((), 0):
         lines.append(Text("storage is not used: the breaker is open", "bold red"))
     return Group(*lines)
+
+
+def _peers(now: Sample, before: Sample | None, elapsed_s: float) -> list[Table]:
+    """Return what other decode workers were asked for and sent, and what they read here; nothing without any."""
+    table = Table("other decode workers", "all", "a second", title="peers")
+    rows = [
+        ("asked, times", "tidekv_core_total", ("peer_fetches",)),
+        ("late, times", "tidekv_core_total", ("peer_fetches_late",)),
+        ("pages read", "tidekv_pages_total", ("from_peers",)),
+        ("pages they lacked", "tidekv_core_total", ("peer_pages_short",)),
+        ("pages sent to them", "tidekv_pages_total", ("to_peers",)),
+        ("named by hints, refused", "tidekv_peers_refused_total", ()),
+    ]
+    rows += [
+        (f"pages not asked: {cause}", "tidekv_peer_declined_pages_total", (cause,))
+        for (cause,) in now.get("tidekv_peer_declined_pages_total", {})
+    ]
+    found = [(words, name, labels) for words, name, labels in rows if now.get(name, {}).get(labels)]
+    for words, name, labels in found:
+        table.add_row(Text(words), f"{now[name][labels]:.0f}", _rate(now, before, name, labels, elapsed_s))
+    return [table] if found else []
 
 
 def _prefill(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType:

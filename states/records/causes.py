@@ -14,6 +14,18 @@ DECLINED = {
     "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
 }
 """Reasons why a plan does not load pages that storage has, or host memory, by name."""
+PEER_DECLINED = {
+    "paused": "it was late, or failed, a moment ago",
+    "below_threshold": "they are too few to be worth a read",
+    "limit": "the limits on reads from peers leave too few of them",
+    "slower": "prefill is expected to send them sooner",
+    "unmeasured": "the speed of peers or of prefill is not known yet; other pages are read to measure it",
+    "no_host_page": "host memory has no free page",
+    "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
+}
+"""Reasons why a plan does not ask a peer of its request for pages that no tier has, by name. No decision depends on
+them.
+"""
 LOST_CAUSES = {
     "component_fetch_short": "storage did not deliver all pages of a component",
     "component_fetch_late": "storage did not deliver the pages of a component in time",

@@ -482,9 +482,9 @@ class Attempts:
 
 
 class Sources:
-    """Where the pages of a prompt came from, and which pages of storage were left there."""
+    """Where the pages of a prompt came from, and which pages of storage and of peers were left there."""
 
-    __slots__ = ("declined", "pages")
+    __slots__ = ("declined", "pages", "peer_declined")
 
     def __init__(self) -> None:
         self.pages: dict[str, int] = {}
@@ -492,12 +492,15 @@ class Sources:
         """Key of `DECLINED` and the number of pages that storage has and the plan does not fetch. No decision depends
         on it.
         """
+        self.peer_declined: tuple[str, int, str] = ("", 0, "")
+        """Key of `PEER_DECLINED`, the number of pages that no tier has and no peer is asked for, and the peers."""
         self.forget()
 
     def forget(self) -> None:
         """Forget a plan."""
         self.pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
         self.declined = ("", 0)
+        self.peer_declined = ("", 0, "")
 
     def note(self, source: str, count: int) -> None:
         """Note that `count` pages are in place, from this source."""
@@ -511,6 +514,10 @@ class Sources:
     def decline(self, cause: str, count: int) -> None:
         """Note that `count` pages of storage, or of host memory, are not loaded."""
         self.declined = (cause, count)
+
+    def decline_peer(self, cause: str, count: int, peers: str) -> None:
+        """Note that `count` pages are not asked of a peer."""
+        self.peer_declined = (cause, count, peers)
 
 
 class Ending:

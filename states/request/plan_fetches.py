@@ -206,35 +206,55 @@ class PlanFetches:
     def load_from_peer(self, request: Request, plan: Plan, undo: Rollback) -> None:
         """Start a fetch of the full pages that no tier has from the first peer of the request that may be asked.
 
-        Counts the pages that it is not asked for in `peer_pages_declined`.
+        Counts the pages that it is not asked for in `peer_pages_declined`, and notes the reason in `request.sources`.
         """
         state, settings = self._state, self._state.settings
         count = request.full_pages - plan.end
-        threshold = max(settings.prefetch_threshold_tokens, 1)
-        if not request.peers or count * settings.page_size < threshold:
+        if not request.peers or count < 1 or state.components is not None:
             return
         peer = self._peers.choose(request.peers)
-        pages = self._peers.allowance(count) if peer else 0
-        if pages and settings.prefetch == "soonest":
-            pages = self._sooner(request, plan, self._peers, pages)
         deadline_s = self._peers.deadline_s(request.deadline_at_s - state.now_s)
-        width = settings.key_bytes
-        first_key = request.keys[plan.end * width : (plan.end + 1) * width]
-        if deadline_s <= 0 or self._loads.placement.is_blocked(plan.node, first_key):
-            pages = 0
-        # Room last: it evicts, and the fetch takes the pages at once.
-        pages = state.make_host_room(pages) if pages * settings.page_size >= threshold else 0
-        if pages * settings.page_size < threshold:
-            pages = 0
-        state.count("peer_pages_declined", count - pages)
+        pages, cause = self._pages_of_peer(request, plan, count, deadline_s) if peer else (0, "paused")
+        if pages < count:
+            state.count("peer_pages_declined", count - pages)
+            request.sources.decline_peer(cause, count - pages, peer or ", ".join(request.peers))
         if not pages:
             return
+        width = settings.key_bytes
         keys = request.keys[plan.end * width : (plan.end + pages) * width]
         own = plan.own[:pages]
         load = self._loads.begin_fetch(request, plan.node, plan.end, keys, own, deadline_s=deadline_s, peer=peer)
         undo.callback(self._loads.abandon, load)
         state.count("peer_fetches")
         plan.add(load)
+
+    def _pages_of_peer(self, request: Request, plan: Plan, count: int, deadline_s: float) -> tuple[int, str]:
+        """Return how many of `count` pages a peer is asked for, and why it is not asked for the others.
+
+        Makes room for them in host memory.
+        """
+        state, settings = self._state, self._state.settings
+        shortest = max(-(-settings.prefetch_threshold_tokens // settings.page_size), 1)
+        first_key = request.keys[plan.end * settings.key_bytes : (plan.end + 1) * settings.key_bytes]
+        if not settings.host_pages:
+            return 0, "no_host_page"
+        if count < shortest:
+            return 0, "below_threshold"
+        if self._loads.placement.is_blocked(plan.node, first_key):
+            return 0, "in_the_way"
+        pages, cause = self._peers.allowance(count) if deadline_s > 0 else 0, "limit"
+        if pages >= shortest and settings.prefetch == "soonest":
+            sooner = self._sooner(request, plan, self._peers, pages)
+            if sooner < pages:
+                is_known = self._peers.source_load.page_s and self._rooms.source_load.page_s
+                pages, cause = sooner, "slower" if is_known else "unmeasured"
+        if pages < shortest:
+            return 0, cause
+        # Room last: it evicts, and the fetch takes the pages at once.
+        room = state.make_host_room(pages)
+        if room < pages:
+            pages, cause = room, "no_host_page"
+        return (pages if pages >= shortest else 0), cause
 
     def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Rollback) -> None:
         state = self._state

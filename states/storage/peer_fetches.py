@@ -34,9 +34,7 @@ class PeerFetches(FetchSource):
         """By address, until when a peer is not asked."""
 
     def choose(self, peers: tuple[str, ...]) -> str:
-        """Return the first of these peers that may be asked; empty if there is none, or no tier for its pages."""
-        if not self._state.settings.host_pages or self._state.components is not None:
-            return ""
+        """Return the first of these peers that may be asked; empty if all are in pause."""
         now_s = self._state.now_s
         return next((peer for peer in peers if self._paused.get(peer, 0.0) <= now_s), "")
 

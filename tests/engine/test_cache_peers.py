@@ -20,6 +20,7 @@ from tidekv import (
     JournalOptions,
     Replayer,
 )
+from tidekv.engine.decode.values import HintedPeers
 from tidekv.states.types import PageIds
 from tidekv.transports.loopback import LoopbackPeer, LoopbackTransport
 
@@ -160,9 +161,9 @@ async def test_a_hint_names_no_other_peer(endpoint: str, payload: dict[str, obje
         assert await second.serve(PROMPT, kv_hints=hint) == FROM_PREFILL
         assert second.engine._hints.counts == {("kv.fetch", "rejected"): 1}
         assert second.core()["peer_fetches"] == 0 and set(dialled) == {second.prefill}
-        peers: list[str] = []
+        peers = HintedPeers()
         (outcome,) = await second.engine._hints.take(hint, peers=peers)
-        assert said in outcome.cause and peers == []
+        assert said in outcome.cause and peers == HintedPeers(refused=[outcome.cause])
 
 
 async def test_a_hint_that_comes_without_a_request_names_no_peer() -> None:
@@ -182,12 +183,12 @@ async def test_peers_are_asked_in_the_order_hints_request_options() -> None:
     async with neighbours(options=options) as all_of:
         arrivals = all_of[0].engine._arrivals
         request = DecodeRequest(request_id="r", tokens=[1], prefill="one:1", peers=["named:1", all_of[0].address])
-        assert arrivals._peers_of(request, ["hinted:1", "named:1"]) == ("hinted:1", "named:1", "asked:1")
+        assert arrivals._peers_of(request, HintedPeers(["hinted:1", "named:1"])) == ("hinted:1", "named:1", "asked:1")
         many = [f"hinted:{port}" for port in range(1, 12)]
-        assert arrivals._peers_of(request, many) == tuple(many[:8])
-        taken: list[str] = []
+        assert arrivals._peers_of(request, HintedPeers(many)) == tuple(many[:8])
+        taken = HintedPeers()
         await all_of[0].engine._hints.take(fetch_hint(*many, *many), peers=taken)
-        assert taken == many[:8]
+        assert taken == HintedPeers(many[:8])
 
 
 async def test_peers_of_the_options_are_asked_for_every_prompt() -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.neighbours import Worker, neighbours, sharing
 from tidekv import (
     DevicePool,
     InvalidRequest,
     KVLayout,
     LoopbackNetwork,
     LoopbackTransport,
+    MetricsOptions,
     PrefillConfig,
     PrefillPeer,
     open_storage,
@@ -121,3 +123,44 @@ async def test_top_tells_that_storage_is_left_alone(make_pair) -> None:
 def test_top_of_what_is_no_engine_is_one_clear_error() -> None:
     with pytest.raises(InvalidRequest, match=r"no engine answers at '127\.0\.0\.1:9'"):
         top.scrape("127.0.0.1:9")
+
+
+async def test_top_shows_what_peers_were_asked_and_sent_and_why_others_were_not() -> None:
+    metrics = {"metrics": MetricsOptions(listen="127.0.0.1:0")}
+    async with neighbours(configs=[metrics, metrics], options=sharing(allow=("peers:*",))) as all_of:
+        first, second = all_of.workers
+        assert "peers" not in printed(top.show(await scraped(first), None, 0.0))
+        await first.serve(PROMPT)
+        await first.engine.wait_settled()
+        payload = {"source_control_endpoint": "elsewhere:1"}
+        action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+        await second.serve(PROMPT, [first.address], kv_hints=hints)
+        await second.serve([1, 2, 3, 4, 5, 6], ["nowhere:1"])
+        await second.serve([7, 8, 9, 10, 11, 12], ["nowhere:1"])
+        reader, source = [printed(top.show(await scraped(one), None, 0.0)) for one in (second, first)]
+        for row in (
+            r"asked, times +│ +2 ", r"pages read +│ +10 ", r"pages they lacked +│ +1 ",
+            r"named by hints, refused +│ +1 ", r"pages not asked: paused +│ +1 ",
+        ):  # fmt: skip
+            assert re.search(row, reader), reader
+        assert re.search(r"pages sent to them +│ +10 ", source), source
+        await first.engine.drain(0)
+        assert "draining: 0 requests live, 0 pages stored since the start, 0 left to store" in printed(
+            top.show(await scraped(first), None, 0.0)
+        )
+
+
+async def scraped(worker: Worker) -> top.Sample:
+    address = worker.engine.metrics_address
+    assert address is not None
+    return await asyncio.to_thread(top.scrape, address)
+
+
+def test_top_shows_what_a_run_has_left_to_store() -> None:
+    now: top.Sample = {
+        "tidekv_requests": {("READY",): 2.0}, "tidekv_pool_pages": {}, "tidekv_live": {("pages_to_store",): 7.0},
+        "tidekv_pages_total": {("stored",): 30.0}, "tidekv_engine": {("draining", "engine"): 0.0},
+    }  # fmt: skip
+    words = "storing what storage lacks: 2 requests live, 30 pages stored since the start, 7 left to store"
+    assert words in printed(top.show(now, None, 0.0))

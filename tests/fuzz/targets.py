@@ -17,6 +17,7 @@ from tests.transports.test_wire import GOLDEN, HELLO, ROOM
 from tidekv.backends.keys.namespaces import join_namespaces
 from tidekv.engine.config.engine_config import CachePeerOptions
 from tidekv.engine.decode.hints import HintCalls
+from tidekv.engine.decode.values import HintedPeers
 from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs
 from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler, PrefillScheduler
 from tidekv.states import events
@@ -279,7 +280,7 @@ async def _take_hints(envelope: object) -> list[events.HintReceived]:
     )
     calls = HintCalls(runtime, arrivals)
     calls.sessions.note("s", "", bytes(64))
-    peers: list[str] = []
+    peers = HintedPeers()
     try:
         outcomes = await calls.take(envelope, peers=peers)
     except InvalidRequest as error:
@@ -288,7 +289,9 @@ async def _take_hints(envelope: object) -> list[events.HintReceived]:
     assert all(one.cause.isprintable() and len(one.cause) < 1000 for one in outcomes), outcomes
     fetches = calls.counts["kv.fetch", "accepted"]
     assert len(posted) + fetches == sum(one.outcome == "accepted" for one in outcomes)
-    assert bool(peers) == bool(fetches) and all(one.startswith(f"{PEER_HOST}:70") for one in peers), peers
+    assert bool(peers.allowed) == bool(fetches), peers
+    assert all(one.startswith(f"{PEER_HOST}:70") for one in peers.allowed), peers
+    assert all(one.isprintable() and len(one) < 1000 for one in peers.refused), peers
     return posted
 
 

@@ -20,7 +20,7 @@ from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states import events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.loads import loads
-from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
+from tidekv.states.records.causes import DECLINED, LOAD_CAUSES, PEER_DECLINED
 from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import TRANSITIONS
@@ -64,8 +64,8 @@ NO_CAUSE = {
     "component_pages_stored", "l3_puts_declined", "pages_stored_again",
     # Nor is what several requests are sent once.
     "shared_transfer_pages", "shared_component_pages",
-    # What other workers read is of none of these requests, and peers that are not asked are a plan like another.
-    "pages_shared", "peer_pages_declined",
+    # What other workers read is of none of these requests.
+    "pages_shared",
     # Offers, hints and what an earlier process left belong to no request.
     "offered_pages_declined", "hints_rejected", "pages_prefetched", "l2_pages_found",
 }  # fmt: skip
@@ -83,7 +83,7 @@ def test_every_counter_of_trouble_has_a_row() -> None:
 
 def test_every_cause_is_said_in_some_row() -> None:
     said = "\n".join(word for _, expected, _ in CASES.values() for word in expected)
-    for meaning in (*DECLINED.values(), *LOAD_CAUSES.values()):
+    for meaning in (*DECLINED.values(), *LOAD_CAUSES.values(), *PEER_DECLINED.values()):
         assert meaning in said, meaning
     for kind, words in causes.LATE.items():
         assert words in said, kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.explained import Play, says
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
-from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
+from tidekv.states.records.causes import DECLINED, LOAD_CAUSES, PEER_DECLINED
 
 # --- Storage ---
 
@@ -88,6 +88,75 @@ def peer_is_late(play: Play) -> None:
     play.wait_for_clock()
     play.bring_everything("r1")
     play.take(events.PagesFetched, op=read.op, valid=4)
+
+
+PEER = ("decode-1:9000",)
+NOT_ASKED = "pages were not asked of peer decode-1:9000: "
+
+
+@says(f"4 {NOT_ASKED}{PEER_DECLINED['paused']}", counts="peer_pages_declined")
+def peer_has_failed_a_moment_ago(play: Play) -> None:
+    read = play.plan_with_peer("r0")
+    play.take(events.PagesFetched, op=read.op, valid=0, error="peer decode-1:9000: it drains")
+    play.bring_everything("r0")
+    play.arrive("r1", tokens=b"xxyyzzww", peers=PEER)
+
+
+@says(f"4 {NOT_ASKED}{PEER_DECLINED['below_threshold']}")
+def too_few_pages_for_a_peer(play: Play) -> None:
+    play.begin_with(prefetch_threshold_tokens=9)
+    play.arrive("r1", peers=PEER)
+
+
+@says(f"2 {NOT_ASKED}{PEER_DECLINED['limit']}", "Read pages [0, 2) from peer")
+def more_than_peers_may_write(play: Play) -> None:
+    play.begin_with(peer_host_share=0.34)
+    play.arrive("r1", peers=PEER)
+
+
+@says(f"2 {NOT_ASKED}{PEER_DECLINED['no_host_page']}")
+def host_is_short_for_a_peer(play: Play) -> None:
+    play.begin_with(peer_host_share=1.0)
+    play.plan_with_storage("r0", tokens=b"zzzzzzzz")
+    play.arrive("r1", peers=PEER)
+    play.answer_queries(found=0)
+
+
+@says(f"4 {NOT_ASKED}{PEER_DECLINED['unmeasured']}")
+def peers_are_measured_with_another_request(play: Play) -> None:
+    play.plan_with_peer("r0", policy={"prefetch": "soonest"}, tokens=b"zz")
+    play.arrive("r1", peers=PEER)
+
+
+@says(f"4 {NOT_ASKED}{PEER_DECLINED['slower']}")
+def prefill_is_sooner_than_a_peer(play: Play) -> None:
+    play.begin_with(prefetch="soonest", peer_host_share=1.0)
+    play.arrive("big", tokens=b"0123456789abcdef0123456789")
+    play.bring_everything("big")
+    play.arrive("r9", tokens=b"yy")
+    play.at_s += 0.018
+    play.bring_everything("r9")
+    play.arrive("r0", tokens=b"zz", peers=PEER)
+    play.at_s += 0.09
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=1)
+    play.bring_everything("r0")
+    play.take(events.AbortRequested, request_id="big")
+    play.arrive("r1", peers=PEER)
+
+
+@says(f"4 {NOT_ASKED}{PEER_DECLINED['in_the_way']}")
+def remains_are_in_the_way_of_a_peer(play: Play) -> None:
+    read = play.plan_with_peer("r0")
+    play.send_promise("r0")
+    play.take(events.PagesFetched, op=read.op, valid=0)
+    play.take(events.WriterLost, writer="p0", cause="no heartbeat for 2 s")
+    play.arrive("r1", peers=PEER)
+    play.bring_everything("r1")
+
+
+@says("a hint named a peer that is not asked: 'one:1' is not in cache_peers.allow")
+def a_hint_names_a_peer_that_is_not_allowed(play: Play) -> None:
+    play.arrive("r1", peers_refused=("'one:1' is not in cache_peers.allow",))
 
 
 @says("the fetch from storage failed: disk on fire", "2 under load by another", "READY")

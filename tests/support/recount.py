@@ -16,11 +16,12 @@ Samples = dict[tuple[str, str], float]
 ELSEWHERE = (
     "tidekv_cuts_total",
     "tidekv_declined_pages_total",
+    "tidekv_peer_declined_pages_total",
     "tidekv_evicted_over_share_pages_total",
     "tidekv_snapshots_total",
 )
-"""Not recounted: tests inject the causes of the first two, a model of the tree's eviction recounts the third, and tests
-of the policy on snapshots the fourth.
+"""Not recounted: tests inject the causes of the first three, a model of the tree's eviction recounts the fourth, and
+tests of the policy on snapshots the fifth.
 """
 
 
@@ -48,7 +49,9 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
         commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
         commands.ProbeStorage: "probe", commands.Recompute: "recompute",
     }  # fmt: skip
-    counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
+    counts: Counter[tuple[str, str]] = Counter(
+        {("tidekv_requests_arrived_total", ""): 0, ("tidekv_peers_refused_total", ""): 0}
+    )
     begun: dict[int, tuple[str, float]] = {}
     component_pages: dict[int, tuple[str, int]] = {}
     states: dict[str, tuple[str, float]] = {}
@@ -69,6 +72,7 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             add("raises_total", raised.rule)
         if isinstance(event, events.RequestArrived) and not step.error:
             add("requests_arrived_total", "")
+            add("peers_refused_total", "", len(event.peers_refused))
         if isinstance(event, events.FinishRequested | events.RetractRequested) and not step.error:
             for left in event.component_pages:
                 add("component_pages_total", f"{left.component} left", len(left.pages))
