@@ -96,40 +96,55 @@ class ThreadRanks(Ranks):
 
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
+WINDOWS_FROM = 12
+"""First token whose windows are handed over: those of eight tokens and one more before the end, in whole pages."""
+WINDOWS_BEHIND = 20
+"""Pages from one of the full KV to that of its windows."""
 
 
 class Side:
     """The schedulers of all ranks of one server."""
 
-    def __init__(self, module: str, queue: str, ranks: int) -> None:
+    def __init__(self, module: str, queue: str, ranks: int, *, windows: bool) -> None:
         made = getattr(sys.modules[f"sglang.srt.disaggregation.{module}"], queue)
         self._threads = ThreadPoolExecutor(ranks)
         # Decode's engines start once all of them are there; of prefill's ranks the first one registers first.
         starts = self.on_all if module == "decode" else lambda *given: list(map(*given))
-        self.queues = starts(lambda rank: made(rank=rank, ranks=ranks), range(ranks))
+        self.queues = starts(lambda rank: made(rank=rank, ranks=ranks, windows=windows), range(ranks))
 
     def on_all(self, work: Callable[[Any], Any], ranks: Any = None) -> list[Any]:
         """Call `work` with each queue, or with each of `ranks`, in a thread of its own."""
         return list(self._threads.map(work, self.queues if ranks is None else ranks))
 
     def places(self, pages: list[int]) -> Any:
-        """For each rank and buffer: the buffer, its first head of the model, and its number."""
+        """Where each rank has the prompt's KV, head by head, and what it is there."""
         for rank, queue in enumerate(self.queues):
             pool = queue.token_to_kv_pool
-            heads = HEADS // len(self.queues)
-            for number, buffer in enumerate((*pool.k_buffer, *pool.v_buffer)):
-                for (place, token), head in itertools.product(enumerate(PROMPT), range(heads)):
-                    at = pages[place // PAGE] * PAGE + place % PAGE
-                    yield buffer[at, head], token * 8 + number + place / 1024 + (rank * heads + head) / 4
+            if not hasattr(pool, "swa_kv_pool"):
+                yield from self._places(rank, pool, pages, first=0)
+                continue
+            yield from self._places(rank, pool.full_kv_pool, pages, first=0)
+            windows = [page + WINDOWS_BEHIND for page in pages]
+            pool.map(pages[WINDOWS_FROM // PAGE :], windows[WINDOWS_FROM // PAGE :])
+            for at, value in self._places(rank, pool.swa_kv_pool, windows, first=WINDOWS_FROM):
+                yield at, -value
+
+    def _places(self, rank: int, pool: Any, pages: list[int], *, first: int) -> Any:
+        heads = HEADS // len(self.queues)
+        for number, buffer in enumerate((*pool.k_buffer, *pool.v_buffer)):
+            for (place, token), head in itertools.product(enumerate(PROMPT[first:], first), range(heads)):
+                at = pages[place // PAGE] * PAGE + place % PAGE
+                yield buffer[at, head], token * 8 + number + place / 1024 + (rank * heads + head) / 4
 
     def close(self) -> None:
         self._threads.shutdown()
 
 
 @pytest.mark.nixl
+@pytest.mark.parametrize("windows", [False, True], ids=["full attention", "sliding windows"])
 @pytest.mark.parametrize(("of_prefill", "of_decode"), [(1, 2), (2, 1), (2, 2)])
 def test_each_rank_gets_its_heads_from_ranks_of_any_number(
-    of_prefill: int, of_decode: int, monkeypatch: pytest.MonkeyPatch
+    of_prefill: int, of_decode: int, windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("TIDEKV_SGLANG", '{"dials": ["127.0.0.1:*"], "host": "1MB"}')
@@ -145,8 +160,8 @@ def test_each_rank_gets_its_heads_from_ranks_of_any_number(
 
         # Of a prefill server nothing is agreed here.
         monkeypatch.setattr(TidekvManager, "_ranks", ranks_of)
-        prefill = Side("prefill", "PrefillBootstrapQueue", of_prefill)
-        decode = Side("decode", "DecodePreallocQueue", of_decode)
+        prefill = Side("prefill", "PrefillBootstrapQueue", of_prefill, windows=windows)
+        decode = Side("decode", "DecodePreallocQueue", of_decode, windows=windows)
         mixin = sys.modules["sglang.srt.disaggregation.decode"].SchedulerDisaggregationDecodeMixin
         theirs, ours = [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]
         try:
@@ -185,11 +200,16 @@ def ask(queue: Any, pages: list[int], room: int) -> Any:
     assert queue.kv_manager.try_ensure_parallel_info(asked.req.bootstrap_addr)
     asked.kv_receiver.init(0)
     assert asked.kv_receiver.poll() == KVPoll.WaitingForInput
-    table = queue.req_to_token_pool.req_to_token[asked.req.kv.req_pool_idx]
-    for number, page in enumerate(pages):
-        table[number * PAGE : (number + 1) * PAGE] = torch.arange(PAGE) + page * PAGE
+    note(queue, asked.req, pages)
     asked.kv_receiver.send_metadata(np.asarray(pages, dtype=np.int32), room, None, decode_prefix_len=0)
     return asked
+
+
+def note(queue: Any, req: Any, pages: list[int]) -> None:
+    """Note where the request's tokens are, as SGLang does."""
+    table = queue.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    for number, page in enumerate(pages):
+        table[number * PAGE : (number + 1) * PAGE] = torch.arange(PAGE) + page * PAGE
 
 
 def send(queue: Any, pages: list[int], room: int) -> Any:
@@ -197,6 +217,7 @@ def send(queue: Any, pages: list[int], room: int) -> Any:
     req = request(PROMPT, room)
     assert queue.create_sender(req, HEADS)
     wait(lambda: req.disagg_kv_sender.poll() == KVPoll.WaitingForInput)
+    note(queue, req, pages)
     req.disagg_kv_sender.init(len(pages), room)
     queue.metadata_buffers.bootstrap_room[room, 0] = room
     req.disagg_kv_sender.send(np.asarray(pages, dtype=np.int32), None)

@@ -244,9 +244,9 @@ class MHATokenToKVPool:
 class SWAKVPool:
     """Full KV in one pool and windows in another, whose places follow from those of the full KV."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, heads: int = HEADS) -> None:
         self.page_size, self.dtype = PAGE, torch.float32
-        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(pages), MHATokenToKVPool(pages)
+        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(pages, heads), MHATokenToKVPool(pages, heads)
         self.full_to_swa_index_mapping = torch.zeros(pages * PAGE, dtype=torch.int64)
 
     def map(self, pages: list[int], windows: list[int]) -> None:
@@ -335,7 +335,7 @@ class Req:
 
 
 def _pool(pages: int, heads: int, *, windows: bool) -> Any:
-    return SWAKVPool(pages) if windows else MHATokenToKVPool(pages, heads)
+    return SWAKVPool(pages, heads) if windows else MHATokenToKVPool(pages, heads)
 
 
 def _manager(queue: Any, mode: DisaggregationMode) -> Any:
