@@ -41,7 +41,13 @@ PAIRS = {"sglang": "SGLang", "vllm": "vLLM"}
 PAIR_TITLES = {**SGLANG_TITLES, "nixl-quiet": "NixlConnector"}
 """By the words of `dev.py sglang` and `dev.py vllm`."""
 SGLANG_RUNS = ("sglang.json", "sglang_long.json")
-SGLANG_FAULTS = ("sglang_faults_servers.json", "sglang_faults_file.json", "sglang_faults_storage.json")
+SGLANG_FAULTS = (
+    "sglang_faults_tidekv.json",
+    "sglang_faults_l2.json",
+    "sglang_faults_file.json",
+    "sglang_faults_storage.json",
+    "sglang_faults_kill.json",
+)
 SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 """Files of runs: conversations, each fault for itself, and all faults in one run."""
 
