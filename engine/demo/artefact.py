@@ -11,8 +11,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from tidekv.states.errors import InvalidRequest, cause_of
+
+FILES: Final = ("--json", "--answers")
+"""Options that do not matter to figures: where they are written, and where right answers are kept between runs."""
 
 
 def about(program: str = "tidekv") -> dict[str, object]:
@@ -30,11 +34,12 @@ def about(program: str = "tidekv") -> dict[str, object]:
 
 
 def _arguments() -> list[str]:
-    """Return this process's arguments without the file of figures, which does not matter to them."""
-    words = [word for word in sys.argv[1:] if not word.startswith("--json=")]
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
+    """Return this process's arguments without FILES."""
+    words = [word for word in sys.argv[1:] if not word.startswith(tuple(f"{name}=" for name in FILES))]
+    for name in FILES:
+        if name in words:
+            at = words.index(name)
+            del words[at : at + 2]
     return words
 
 

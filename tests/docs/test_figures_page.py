@@ -112,7 +112,7 @@ def test_a_row_is_shown_if_a_program_has_written_its_file(tmp_path: Path, monkey
     monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
     assert "simulated" not in figures_page.readme_table()
     command = ["simulate", "--seed", "1", "--seeds", "1", "--requests", "20", "--jobs", "1"]
-    monkeypatch.setattr(sys, "argv", ["tidekv", *command, "--json=somewhere.json"])
+    monkeypatch.setattr(sys, "argv", ["tidekv", *command, "--answers", "somewhere", "--json=somewhere.json"])
     assert "somewhere" not in str(about())
     monkeypatch.setattr(sys, "argv", ["tidekv", *command, "--json", "somewhere.json"])
     done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "simulate.json")])
@@ -134,7 +134,7 @@ def test_faults_of_several_runs_are_one_table(tmp_path: Path, monkeypatch: pytes
         (tmp_path / file).write_text(json.dumps({"about": told, "figures": figures}))
 
     monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
-    write("sglang_faults_servers.json", "kill", "tidekv")
+    write("sglang_faults_tidekv.json", "kill", "tidekv")
     write("sglang_faults_file.json", "kill", "l2", http_errors={"500 x": 2, "500 y": 1}, held={"decode-0": 0.5})
     write("sglang_faults_storage.json", "damage", "file", wrong=[[0, 1]], lost={"0.2": "500"})
     assert figures_page.sglang_table().splitlines()[-4:] == [
