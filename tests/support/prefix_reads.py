@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class ReadingPrefill:
         self.wrong: list[int] = []
         """Positions of pages that were not as they had to be."""
         self.errors: list[BaseException] = []
+        self.before_read: Callable[[Room], None] = lambda room: None
         self._pool = pool
         self._keeps = keeps
         self._kept: tuple[bytes, list[int]] = (b"", [])
@@ -67,6 +68,7 @@ class ReadingPrefill:
         for tensor in self._pool.rows:
             tensor[fresh] = 0x5A
         try:
+            self.before_read(room)
             place = await self.peer.read_prefix(room, pages, had)
             self.reads.append(Read(had, place - had, room.prompt_tokens, room.decode_prefix_len))
             digests = _digests(room, size)
