@@ -53,6 +53,10 @@ def main(
         str,
         typer.Option(help="URI of storage to which the prefill worker started here writes each prompt it computes."),
     ] = "",
+    prefill_reads: Annotated[
+        bool,
+        typer.Option(help="The prefill worker started here reads what this service has of a prompt, answers included."),
+    ] = False,
     batch_max: Annotated[int, typer.Option(help="Maximum requests computed in one step.")] = 16,
     queue_max: Annotated[int, typer.Option(help="Maximum requests that wait for admission; others get 429.")] = 64,
     drain_timeout_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for accepted requests.")] = 30.0,

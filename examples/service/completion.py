@@ -216,7 +216,9 @@ class Answer:
         return self._choice(self._form.whole(text), output, is_last=True)
 
     def usage(self) -> dict[str, object]:
-        """Return token counts; `sources` lists where the prompt's KV came from, `first_token_s` how long that took."""
+        """Return token counts; `sources` lists where the prompt's KV came from, `first_token_s` how long that took, and
+        `prefill_cached` what prefill did not compute.
+        """
         generation = self.generation
         sources = generation.sources
         return {
@@ -226,6 +228,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(sources.values()) - sources.get("transfer", 0)},
             "worker": self._worker,
             "sources": sources,
+            "prefill_cached": generation.prefill_cached,
             "first_token_s": round(generation.first_token_s, 6),
             "retractions": generation.retractions,
         }

@@ -62,6 +62,8 @@ class Generation:
     output: list[int] = field(default_factory=list)
     retractions: int = 0
     sources: dict[str, int] = field(default_factory=dict)
+    prefill_cached: dict[str, int] = field(default_factory=dict)
+    """Tokens of the prompt that prefill did not compute: those that it had, and those that it has read from here."""
     finish_reason: str = ""
     first_token_s: float = 0.0
     """Seconds from the arrival to the first token."""
@@ -250,6 +252,8 @@ class DecodeWorker:
     async def _generate(self, generation: Generation) -> None:
         ready, since = await self._restore(generation)
         generation.sources = dict(ready.sources)
+        if isinstance(cached := ready.aux.get("cached_tokens"), Mapping):
+            generation.prefill_cached = dict(cached)
         while not generation.finish_reason:
             generation.phase = "decoding"
             try:

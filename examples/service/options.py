@@ -36,6 +36,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer_listen: str
     storage: str
     prefill_storage: str
+    prefill_reads: bool
     batch_max: int
     queue_max: int
     drain_timeout_s: float
@@ -66,8 +67,9 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the options of host memory that is shared with other services. Raises InvalidConfig."""
         try:
             return CachePeerOptions(
-                enabled=bool(self.peer or self.peer_allow or self.peer_listen),
-                listen=self.peer_listen or None,
+                enabled=bool(self.peer or self.peer_allow or self.peer_listen or self.prefill_reads),
+                # The prefill worker that reads is on this machine, and is told the port.
+                listen=self.peer_listen or ("127.0.0.1:0" if self.prefill_reads else None),
                 ask=tuple(self.peer),
                 allow=tuple(self.peer_allow),
             )
@@ -94,6 +96,10 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
                     "--prefill-storage is of the worker started here; give others theirs: see prefill.py"
                 )
             open_storage(self.prefill_storage)
+        if self.prefill_reads and self.prefill:
+            raise InvalidConfig(
+                "--prefill-reads is of the worker started here; others have `read_pages`: see prefill.py"
+            )
         if self.traces:
             self.tracer_provider()
         directory = Path(self.journal).parent
@@ -134,6 +140,10 @@ class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     storage: str = ""
     """URI of storage that computed prompts are written through to; decode workers that share it hit them."""
+    read_pages: int = 0
+    """Host pages through which the worker reads what decode workers have of a prompt; 0: it computes that."""
+    read_dials: list[str] | None = None
+    """Addresses of decode workers that it may read from, if they are on other machines (`NixlTransport(dials=…)`)."""
     ends_with_stdin: bool = False
     """Stop when stdin is closed. This also happens if the parent process is killed by SIGKILL."""
 

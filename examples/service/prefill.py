@@ -20,7 +20,19 @@ import uvloop
 
 from examples.service.model import load
 from examples.service.options import PrefillOptions
-from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillConfig, PrefillPeer, open_storage
+from tidekv import (
+    CachePeerOptions,
+    DecodeEngine,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    InvalidConfig,
+    NixlTransport,
+    PrefillConfig,
+    PrefillPeer,
+    StorageOptions,
+    open_storage,
+)
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel
 from tidekv.engine.demo.model_prefill import ModelPrefill
@@ -34,6 +46,7 @@ async def serve(options: PrefillOptions) -> None:
     """Compute prompts and send their KV until SIGTERM."""
     model = load(options.model, page_size=options.page_size)
     pool = DevicePool.allocate(model.layout, options.num_pages)
+    secret = os.environ.get("TIDEKV_SECRET", "")
     prefixes = PrefixPages(options.num_pages, options.page_size)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -46,13 +59,29 @@ async def serve(options: PrefillOptions) -> None:
             PagedModel(model.llama, pool), prefixes, compute, chunk_tokens=CHUNK_PAGES * options.page_size
         )
         # `on_room` runs for each prompt that decode requests; see ModelPrefill.serve for the use of a room.
-        async with PrefillPeer(
+        peer = PrefillPeer(
             PrefillConfig(listen=options.listen, model=model.fingerprint),
             device=pool,
-            transport=NixlTransport(name=options.name, secret=os.environ.get("TIDEKV_SECRET", "")),
+            transport=NixlTransport(name=options.name, secret=secret),
             on_room=worker.serve,
             storage=open_storage(options.storage) if options.storage else None,
-        ) as peer:
+        )
+        if options.read_pages:
+            peer.read_with(
+                DecodeEngine(
+                    EngineConfig(
+                        model=model.fingerprint,
+                        device="lent",
+                        cache_peers=CachePeerOptions(enabled=True),
+                        storage=StorageOptions(prefetch_threshold_tokens=options.page_size),
+                    ),
+                    device=pool,
+                    host=HostPool.allocate(model.layout, options.read_pages),
+                    transport=NixlTransport(name=f"{options.name}-reader", secret=secret, dials=options.read_dials),
+                )
+            )
+            worker.read_prefix = peer.read_prefix
+        async with peer:
             print(peer.address, flush=True)
             await ended.wait()
 

@@ -80,6 +80,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
         page_size=options.page_size,
         num_pages=4 * options.device_pages,
         storage=options.prefill_storage,
+        read_pages=options.host_pages if options.prefill_reads else 0,
     )
     prefill_worker = DistantPrefill(options.prefill) if options.prefill else PrefillChild(of_prefill)
     async with asyncio.TaskGroup() as tasks:

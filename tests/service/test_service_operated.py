@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -88,6 +89,28 @@ def test_a_prompt_is_read_from_the_host_memory_of_another_service(serving, tmp_p
                 httpx.post(f"{second.url}/flush", json={"tiers": ["l1", "l2"]})
             assert answer.usage.sources["peer"] == len(PROMPT) // 16 * 16
             assert second.get("/health")["peer_address"] is None
+
+
+def test_prefill_reads_the_answer_before_from_the_service(serving, generate, tmp_path: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    with serving(tmp_path / "log", "--prefill-reads") as service:
+        # On a busy machine a read may be late, and prefill computes what it was to bring.
+        for number in itertools.count():
+            prompt = [number, *PROMPT[1:]]
+            first = service.complete(prompt, 40)
+            assert first.usage.prefill_cached == {"l1": 0, "peer": 0}
+            # All that has KV, on full pages, once it is in host memory.
+            had = (len(prompt) + 39) // 16 * 16
+            pages = (number + 1) * had // 16
+            service.wait_for("/requests", lambda answer, pages=pages: answer["pools"]["host"]["cached"] >= pages)
+            turn = [*prompt, *first.choices[0].token_ids, 5, 6, 7]
+            second = service.complete(turn, 4)
+            assert second.choices[0].token_ids == generate(turn, 4)
+            assert second.usage.sources["l1"] == had
+            if second.usage.prefill_cached == {"l1": len(prompt), "peer": had - len(prompt)}:
+                break
+            assert second.usage.prefill_cached == {"l1": len(prompt), "peer": 0}
+            assert time.monotonic() < deadline, second.usage
 
 
 def test_peers_of_a_service_that_cannot_be_dialled_are_refused_in_one_line(serving, tmp_path: Path) -> None:
