@@ -314,11 +314,46 @@ def test_every_name_that_the_guide_mentions_is_there() -> None:
     from tidekv.transports.prefill.prefill_room import Room
 
     places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, EngineConfig, tidekv.ReadyRequest]
-    places += [tidekv.DevicePool, tidekv.KVLayout]
+    places += [tidekv.DevicePool, tidekv.KVLayout, tidekv.PrefillThread]
     text = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)
     for word in re.findall(r"`([^`]+)`", text):
         for name in re.findall(r"(?:^|\.)([A-Za-z_]+)\(", word):
             assert any(hasattr(place, name) for place in places), word
+
+
+async def test_the_snippet_that_reads_from_decode_computes_the_new_tokens(guide: dict[str, Any]) -> None:
+    source, parts = guide["parts"]("p")["device"], guide["parts"]("d")
+    computed: list[int] = []
+    pages = list(range(8))
+
+    async def compute(tokens: memoryview, start: int, pages: list[int]) -> int:
+        computed.append(len(tokens))
+        for position in range(start, start + len(tokens)):
+            source.k[0][pages[position // 16], position % 16] = position
+        assert source.k[0][pages, :, 0, 0].flatten()[: start + len(tokens)].tolist() == list(range(start + len(tokens)))
+        return 5
+
+    async def serve(room: Any) -> None:
+        await guide["answer_with_reads"](peer, room, pages[: -(-room.prompt_tokens // 16)], 0, compute)
+        for buffer in source.k:
+            buffer.zero_()
+
+    peer = PrefillPeer(device=source, transport=NixlTransport("p"), on_room=serve)
+    guide["with_reads"](peer, source, "reads")
+    config = EngineConfig(cache_peers=tidekv.CachePeerOptions(enabled=True, listen="127.0.0.1:0"))
+    async with asyncio.timeout(LIMIT_S), peer, DecodeEngine(config, **parts) as engine:
+        # On a busy machine a read may be late: the prompt is computed then.
+        for number in range(100):
+            first = [number, *range(2, 81)]
+            for request_id, prompt in (("first", first), ("second", [*first, 5, 7, 8])):
+                request = DecodeRequest(request_id=request_id, tokens=prompt, prefill=peer.address, send_prompt=True)
+                ready = await engine.restore(request)
+                await engine.finish(ready, [])
+                await engine.wait_settled()
+            if computed[-1] == 3:
+                break
+            assert computed[-1] == 83
+        assert computed[-1] == 3
 
 
 def test_the_snippet_of_a_prefill_thread_works(guide: dict[str, Any]) -> None:
