@@ -264,15 +264,15 @@ class WorkerPages:
                 missing if found is None else [at for at, there in zip(missing, found, strict=True) if not there]
             )
             # Only a prefix is usable: vLLM recomputes everything from the first failed block on.
-            good = not_found[0] if not_found else len(keys)
-            if good:
-                await self._write([page for page in pages[:good] if page is not None], job, first, after)
+            valid = not_found[0] if not_found else len(keys)
+            if valid:
+                await self._write([page for page in pages[:valid] if page is not None], job, first, after)
             if not_found:
                 causes["load_pages_failed" if found is None else "load_pages_missing"] = len(not_found)
-            from_storage = sum(1 for at in missing if at < good)
+            from_storage = sum(1 for at in missing if at < valid)
             self._count("load_pages_storage", from_storage)
-            self._count("load_pages_host", good - from_storage)
-            return good
+            self._count("load_pages_host", valid - from_storage)
+            return valid
         finally:
             self._give_back(lent)
 

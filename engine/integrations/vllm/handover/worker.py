@@ -400,7 +400,7 @@ class DecodeWorker:
             self._end_offer(job, cause)
 
     def _end_restore(self, job: RestoreJob, restored_tokens: int, cause: str) -> None:
-        """Report a restore; after a failure with the blocks from the first one on that is not good."""
+        """Report a restore; after a failure with the blocks from the first one on that is not restored."""
         self._rooms.pop(job.request_id, None)
         self._loaded.add(job.request_id)
         if job.request_id in self._aborted:
