@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROPE = 64
+DRAFT = "draft"
+"""Folder of an EAGLE draft within that of its model."""
 SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 
@@ -15,8 +18,9 @@ class ModelShape:
     """Sizes of a Llama, of a Gemma 3 with `window`, of an LFM2 with `has_states`, or of a DeepSeek V2 with `latent`.
 
     `window`: every other layer sees that many tokens only. `has_states`: every other layer keeps a state instead of KV.
-    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `for_sglang`: with `window` a
-    Mellum, whose windows have a pool of their own in SGLang; with `latent` the configuration that it reads.
+    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `has_draft`: with an EAGLE
+    draft, most of whose tokens the model accepts if the draft has its KV, and next to none without. `for_sglang`: with
+    `window` a Mellum, whose windows have a pool of their own in SGLang; with `latent` the configuration that it reads.
     """
 
     layers: int = 4
@@ -28,20 +32,22 @@ class ModelShape:
     window: int | None = None
     has_states: bool = False
     latent: int | None = None
+    has_draft: bool = False
     for_sglang: bool = False
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers, in float32."""
+        """Bytes of K and V of one token over all layers, in float32, those of a draft included."""
         if self.latent is not None:
             return self.layers * self.latent * 4
-        return self.layers * 2 * self.kv_heads * (self.hidden // self.heads) * 4
+        layers = self.layers * (2 if self.has_draft else 1)
+        return layers * 2 * self.kv_heads * (self.hidden // self.heads) * 4
 
     @property
     def name(self) -> str:
         """Name of the model's folder."""
         kind = f"-w{self.window}" if self.window else f"-mla{self.latent}" if self.latent else ""
-        kind += "-states" if self.has_states else ""
+        kind += ("-states" if self.has_states else "") + ("-draft" if self.has_draft else "")
         kind += "-sglang" if kind and self.for_sglang else ""
         return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{kind}"
 
@@ -136,6 +142,8 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
                 layer_types=kinds[: shape.layers],
             )
         )
+    if shape.has_draft:
+        _write_draft(path / DRAFT, model)
     model.to(torch.float32).save_pretrained(path)
     if shape.latent is not None and shape.for_sglang:
         _write_for_sglang(path / "config.json", shape)
@@ -147,6 +155,31 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     ).save_pretrained(path)
     return path
+
+
+def _write_draft(path: Path, model: Any) -> None:
+    """Write an EAGLE draft that has the model's own layers, and change the model's embeddings for it.
+
+    An EAGLE draft has no norm before its first layer, so embeddings have a root mean square of one. It makes nothing of
+    the model's hidden states: like the model it computes the next token from the tokens and its KV. Only the first
+    token of a prompt is missing, since a draft begins with the second one.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    with torch.no_grad():
+        embeddings = model.model.embed_tokens.weight
+        embeddings /= embeddings.pow(2).mean(-1, keepdim=True).sqrt()
+    hidden = embeddings.shape[1]
+    layers = {
+        name.removeprefix("model."): weight.float().contiguous()
+        for name, weight in model.state_dict().items()
+        if name.startswith("model.layers.") and name != "model.layers.0.input_layernorm.weight"
+    }
+    fully_connected = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    save_file({**layers, "fc.weight": fully_connected}, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_for_sglang(path: Path, shape: ModelShape) -> None:

@@ -28,7 +28,7 @@ from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.placement import measure_placement
 from benchmarks.vllm_pair.rest import ASKED, Turns, measure_rest, meeting, rest_table
-from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, kernel_options
+from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, model_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
 
@@ -39,6 +39,9 @@ SOURCES = {
         ("external_kv_transfer", "connector"),
         ("local_compute", "computed by decode"),
     )
+} | {
+    "vllm:spec_decode_num_draft_tokens_total": "tokens of the draft",
+    "vllm:spec_decode_num_accepted_tokens_total": "tokens of the draft that were accepted",
 }
 BUILD = ROOT / "build" / "vllm_pair"
 
@@ -90,6 +93,10 @@ def conversations(
     states: Annotated[
         bool, typer.Option("--states", help="Serve an LFM2, half of whose layers keep states instead of KV.")
     ] = False,
+    draft: Annotated[
+        bool,
+        typer.Option("--draft", help="Serve the Llama with an EAGLE draft, which drafts three tokens at a time."),
+    ] = False,
     latent: Annotated[
         int | None,
         typer.Option(
@@ -130,16 +137,17 @@ def conversations(
         aborts=aborts,
         seed=seed,
     )
-    shape = ModelShape(window=window, has_states=states, latent=latent)
+    shape = ModelShape(window=window, has_states=states, latent=latent, has_draft=draft)
     each = load.conversation_tokens * shape.kv_bytes_per_token
+    model = make_model(BUILD, shape)
     options = ServerOptions(
-        model=make_model(BUILD, shape),
+        model=model,
         kv_bytes=_rounded(conversations * each),
         max_model_len=load.conversation_tokens + 64,
         dtype=dtype,
         ranks=ranks,
         handover=json.loads(handover),
-        **kernel_options(shape, load.conversation_tokens),
+        **model_options(model, shape, load.conversation_tokens),
     )
     # vLLM refuses a cache that does not hold one request of the greatest length.
     decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))

@@ -17,7 +17,7 @@ import httpx
 from benchmarks.ports import HOST
 from benchmarks.servers.events import STRIKES
 from benchmarks.servers.file_storage import FILES, damage
-from benchmarks.servers.model import ModelShape
+from benchmarks.servers.model import DRAFT, ModelShape
 from benchmarks.servers.model_server import ModelServer, strike
 
 MODEL: Final = "tiny"
@@ -66,8 +66,11 @@ class ServerOptions:
         ]
 
 
-def kernel_options(shape: ModelShape, prompt_tokens: int) -> dict[str, Any]:
-    """Return what vLLM's kernel for a model needs, as fields of `ServerOptions`."""
+def model_options(model: Path, shape: ModelShape, prompt_tokens: int) -> dict[str, Any]:
+    """Return what a model needs in vLLM, as fields of `ServerOptions`."""
+    if shape.has_draft:
+        draft = {"method": "eagle", "model": str(model / DRAFT), "num_speculative_tokens": 3}
+        return {"further": (f"--speculative-config={json.dumps(draft)}",)}
     if shape.has_states:
         # The tokens of a plain server on a CPU are not those of transformers, with or without prefix caching, for which
         # vLLM copies states from block to block.

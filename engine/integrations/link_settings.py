@@ -83,7 +83,7 @@ class LinkSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.uri is not None and split_uri(self.uri).scheme == "memory":
             raise InvalidConfig("uri: memory: is local to one process and ends with it; use host for memory")
         if self.engine.bigram_keys:
-            raise InvalidConfig("engine.bigram_keys: draft models are not handed over; leave it false")
+            raise InvalidConfig("engine.bigram_keys: it follows from the server's draft model; leave it false")
 
     @property
     def host_bytes(self) -> int:

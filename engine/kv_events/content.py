@@ -170,7 +170,8 @@ class KVContent:
         self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
         self._names = wording if isinstance(wording, ServerNames) else None
-        self._wording = wording if isinstance(wording, Wording) else Wording(bigrams=bigrams)
+        # A server whose names are published tells single tokens.
+        self._wording = wording if isinstance(wording, Wording) else Wording(bigrams=bigrams and self._names is None)
         self._stored_pages_max = stored_pages_max
         self._chains: dict[str, _Chain] = {}
         self._pages: dict[bytes, _Page] = {}
@@ -269,7 +270,8 @@ class KVContent:
         """Name the first pages of a prompt as the server does. Returns the events for those that waited for a name."""
         assert self._names is not None, "a server names pages"
         touched: dict[_Page, None] = {}
-        for digest, name in zip(self._digests(tokens, self._chain(namespace).seed), names, strict=False):
+        digests = self._page_keys.digests(tokens, prefix=self._chain(namespace).seed)
+        for digest, name in zip(digests, names, strict=False):
             self._names.put(digest, name)
             page = self._pages.get(digest)
             if page is not None and page.name is None:

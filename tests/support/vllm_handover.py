@@ -30,8 +30,11 @@ from tests.support.vllm_contract import (
     names_of,
 )
 from tests.support.waits import LIMIT_S
+from tidekv.engine.integrations.vllm.handover.groups import NEXT_TOKEN_DRAFTS
 
 PAUSE_S = 0.002
+SAMPLED = 999
+"""What the model samples behind the tokens of a request."""
 STATE_BYTES = 160
 """Bytes of a layer's state, of which a block has room for more."""
 ENGINE = {
@@ -53,10 +56,26 @@ def kv_of(tokens: Sequence[int], layer: int, rank: int = 0, *, heads: int = HEAD
     return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns).float()
 
 
+def draft_kv_of(tokens: Sequence[int], layer: int, rank: int = 0, *, heads: int = HEADS) -> torch.Tensor:
+    """That of a layer of an EAGLE draft, which depends on the next token, too: without the last one of the tokens."""
+    return kv_of(tokens[1:], layer, rank, heads=heads)
+
+
 def state_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
     """Record of a state behind some tokens, as bytes: [1, 1, STATE_BYTES]."""
     columns = torch.arange(STATE_BYTES // 4, dtype=torch.float64)
     return torch.sin(sum(tokens) * (layer + 1) + columns).float().view(torch.int8)[None, None]
+
+
+def speculative_of(method: str, **changes: Any) -> Any:
+    """vLLM's configuration of a draft."""
+    fields = {
+        "method": method,
+        "draft_model_config": SimpleNamespace(model="draft"),
+        "parallel_drafting": False,
+        "use_multi_module_mtp": lambda: False,
+    }
+    return SimpleNamespace(**fields | changes)
 
 
 def hashes_of(tokens: Sequence[int], *extra: object) -> list[bytes]:
@@ -107,11 +126,14 @@ class HandoverVllm:
         device: str = "cpu",
         enqueue: Callable[[Callable[[], None]], None] | None = None,
         further: Sequence[Any] = (),
+        draft: str | None = None,
         **handover: Any,
     ):
         """`events`: vLLM publishes KV events; those of the connector are in `published`, by step.
 
         `further`: descriptions of groups of blocks behind the first one, windows and states, in the same memory.
+
+        `draft`: the method of a draft, whose layer is the last one of the full KV.
 
         `enqueue`: puts work of the model on its stream, of a device that has one; the work may run later.
         """
@@ -140,6 +162,7 @@ class HandoverVllm:
                 is_kv_consumer=receives,
                 rank=rank,
                 tensor_parallel_size=ranks,
+                speculative=None if draft is None else speculative_of(draft),
                 kv_events=SimpleNamespace(enable_kv_cache_events=True) if events else None,
                 further=further,
             )
@@ -151,6 +174,7 @@ class HandoverVllm:
             stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed)).to(device)
             self.caches_by_rank.append([layer if is_head_first else layer.transpose(1, 2) for layer in stored])
         self.further = list(further)
+        self.has_next_token_draft = draft in NEXT_TOKEN_DRAFTS
         self.tables: dict[str, list[int]] = {}
         self.further_tables: dict[str, list[list[int]]] = {}
         """Blocks by request, group behind the first one, and position; 0 where there is none."""
@@ -313,12 +337,16 @@ class HandoverVllm:
         """vLLM's own prefix cache is reset, and the connector is not."""
         self.pool.kv_event_queue.append(AllBlocksCleared())
 
-    def holds(self, name: str, tokens: Sequence[int], *, first: int = 0) -> bool:
-        """Whether the blocks of a request have the KV of these tokens, from token `first` on."""
+    def holds(self, name: str, tokens: Sequence[int], *, first: int = 0, next_token: int | None = None) -> bool:
+        """Whether the blocks of a request have the KV of these tokens, from token `first` on; that of a draft that
+        depends on the next token without the last one, unless that is known.
+        """
+        known = [*tokens, *([] if next_token is None else [next_token])]
         for rank, caches in enumerate(self.caches_by_rank):
             for layer, cache in enumerate(caches):
-                rows = cache.cpu()[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
-                if not torch.equal(rows, kv_of(tokens, layer, rank, heads=self.heads)[first:]):
+                expected = self._kv_of(known, layer, rank)[first : len(tokens)]
+                rows = cache.cpu()[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first:][: len(expected)]
+                if not torch.equal(rows, expected):
                     return False
         return True
 
@@ -336,6 +364,10 @@ class HandoverVllm:
                     time.sleep(PAUSE_S)
             worker.shutdown()
         self.scheduler.shutdown()
+
+    def _kv_of(self, tokens: Sequence[int], layer: int, rank: int) -> torch.Tensor:
+        is_draft = self.has_next_token_draft and layer == LAYERS - 1
+        return (draft_kv_of if is_draft else kv_of)(tokens, layer, rank, heads=self.heads)
 
     def _table(self, name: str) -> tuple[list[int], ...]:
         return (list(self.tables[name]), *map(list, self.further_tables.get(name, ())))
@@ -358,8 +390,10 @@ class HandoverVllm:
 
     def _forward(self, request: Any, count: int, rank: int) -> None:
         first, table = request.num_computed_tokens, list(self.tables[request.request_id])
+        # The draft gets the last token's next one as soon as it is sampled.
+        known = [*request.all_token_ids, SAMPLED]
         for layer, cache in enumerate(self.caches_by_rank[rank]):
-            kv = kv_of(request.prompt_token_ids, layer, rank, heads=self.heads).to(cache.device)
+            kv = self._kv_of(known, layer, rank).to(cache.device)
             self.enqueue(partial(_fill, cache, kv, table, range(first, first + count)))
         for group, spec in enumerate(self.further, 1):
             blocks = self.further_tables[request.request_id][group - 1]

@@ -78,7 +78,8 @@ class EventFeed:
         options = handover.settings.engine.kv_events
         self._content = KVContent(
             page_size=page_size,
-            key_bytes=PageKeys(page_size).key_bytes,
+            key_bytes=PageKeys(page_size, bigrams=handover.groups.bigram_keys).key_bytes,
+            bigrams=handover.groups.bigram_keys,
             tokens=options.tokens,
             stored_pages_max=options.stored_pages,
             wording=names,

@@ -26,8 +26,8 @@ HINT: Final = "kv_connector_extra_config"
 MHA_BACKENDS: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
 CPU_BACKEND: Final = "CPU_ATTN"
 MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "AMX_MLA")
-# Methods of speculative decoding without KV of their own.
 DRAFTS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's names of the ways to speculate that keep no KV."""
 UNSCALED: Final = (0, 1)  # KVQuantMode NONE and FP8_PER_TENSOR: no scales within a block.
 
 
@@ -117,6 +117,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = read_settings(transfer.kv_connector_extra_config)
     check_shareable(vllm_config)
+    check_no_draft(vllm_config)
     check_one_group(kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
     layout = _layout_of(group.kv_cache_spec, len(group.layer_names), settings.page_size)
@@ -149,9 +150,16 @@ def check_shareable(vllm_config: Any) -> None:
             raise InvalidConfig(
                 f"pages of {name} {getattr(vllm_config.parallel_config, name)} cannot be shared; it must be 1"
             )
+
+
+def check_no_draft(vllm_config: Any) -> None:
+    """Raise InvalidConfig, which names it, if a draft model has KV of its own."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
-        raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; use none, or ngram")
+        raise InvalidConfig(
+            f"KV of a draft model ({speculative.method}) cannot be shared in the storage role; use none, or ngram. The "
+            'hand-over role ("handover") takes drafts'
+        )
 
 
 def check_one_group(kv_cache_config: Any) -> None:

@@ -365,7 +365,8 @@ class DecodeScheduler:
         full = min(int(request.num_computed_tokens) // size, int(request.num_tokens) // size, len(blocks))
         if not full or not is_of_tokens(request):
             return False
-        tokens = pack_tokens(request.all_token_ids[: full * size])
+        # With pairs the last block is named once the token after it is known, for which its draft was computed.
+        tokens = pack_tokens(request.all_token_ids[: full * size + self._groups.bigram_keys])
         self._jobs.offers.append(
             OfferJob(
                 request_id,
@@ -380,11 +381,11 @@ class DecodeScheduler:
         return True
 
     def _look_up(self, request: Any) -> None:
-        # vLLM computes the last token in any case. Of windows and states, what is kept ends where a prompt has ended.
+        # vLLM computes the last token in any case.
         blocks = (int(request.num_prompt_tokens) - 1) // self._block_size
         if (
             not self._lookups.is_on
-            or self._groups.components
+            or not self._groups.can_look_up
             or blocks * self._block_size <= self._recompute_threshold
             or request.skip_reading_prefix_cache
             or not is_of_tokens(request)

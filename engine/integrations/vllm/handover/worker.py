@@ -60,7 +60,12 @@ class PrefillWorker:
         """Start, and add to `counts`. Raises what `PrefillPeer` raises as it is entered."""
         settings = handover.settings
         peer = PrefillPeer(
-            PrefillConfig(listen=handover.listen, model=pools.identity(handover.fingerprint), lease_s=settings.lease_s),
+            PrefillConfig(
+                listen=handover.listen,
+                model=pools.identity(handover.fingerprint),
+                bigram_keys=handover.groups.bigram_keys,
+                lease_s=settings.lease_s,
+            ),
             device=pools.full,
             components=pools.components,
             transport=settings.prefill_transport(f"{handover.name}-prefill"),
@@ -186,6 +191,7 @@ class DecodeWorker:
             settings.engine,
             model=pools.identity(handover.fingerprint),
             device="lent",
+            bigram_keys=handover.groups.bigram_keys,
             default_deadline_s=settings.restore_timeout_s,
             # A prompt that prefill preempted is sent again in a second room.
             peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
@@ -492,7 +498,7 @@ class HandoverWorker:
                 l2_tokens=_host_pages(handover, pools) * handover.block_size,
                 uri=handover.settings.uri,
                 no_loads="" if handover.receives else "a prefill worker only sends; decode has these tiers",
-                limits=WITH_A_PREFILL if pools.components or not handover.settings.lookup_timeout_s else "",
+                limits="" if handover.groups.can_look_up and handover.settings.lookup_timeout_s else WITH_A_PREFILL,
             )
 
     def _wrap(self, kv_caches: Mapping[str, Any], part: int) -> RankPools:

@@ -1,0 +1,189 @@
+"""Drafts in vLLM's hand-over role: their layers are in the blocks of the full KV.
+
+The last layer here is an EAGLE draft's: its KV of a position depends on the next token, too. A block that is served
+where it must not be has wrong bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any  # vLLM's objects are not typed here.
+
+import pytest
+
+from tests.support.vllm_contract import BLOCK, KVConnectorRole, SlidingWindowSpec, configs_of
+from tests.support.vllm_handover import SAMPLED, HandoverVllm, request_of, speculative_of, started_vllms
+from tests.support.waits import LIMIT_S
+from tidekv.engine.integrations.vllm.handover import groups
+from tidekv.engine.integrations.vllm.handover.settings import read_handover
+from tidekv.states.errors import InvalidConfig
+
+pytestmark = pytest.mark.nixl
+PROMPT = [*range(100, 100 + 4 * BLOCK), 1, 2]
+PLACES = [7, 3, 11, 2, 5]
+OTHERS = [12, 13, 14, 15, 16]
+FULL = 4 * BLOCK
+Start = Callable[..., HandoverVllm]
+
+
+@pytest.fixture
+def start(connector: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Makes vLLMs with a draft, which end with the test."""
+    with started_vllms(connector, monkeypatch, draft="eagle") as start_one:
+        yield start_one
+
+
+def restored(decode: HandoverVllm, prefill: HandoverVllm, name: str, tokens: list[int], **changes: Any) -> bool:
+    """Whether a prompt that prefill computed is restored and finished with the right bytes, those of the draft too."""
+    prefill.add(request_of(f"p-{name}", tokens, {"do_remote_decode": True}), PLACES)
+    params = prefill.answer(f"p-{name}", chunk=12)
+    decode.add(request_of(name, tokens, params, **changes), OTHERS)
+    decode.step_until(partial(decode.loaded.__contains__, name))
+    is_right = decode.holds(name, tokens)
+    decode.compute(name, chunk=100)
+    decode.finish(name)
+    decode.step_until(partial(decode.freed.__contains__, name))
+    decode.worker.connector_worker.decodes[0].engine.wait_settled()
+    # Other requests have these blocks from now on.
+    decode.overwrite(OTHERS)
+    return is_right and not decode.invalid
+
+
+def test_the_draft_of_a_prompt_is_handed_over_and_decode_computes_it_at_the_last_token(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    prefill.add(request_of("p", PROMPT, {"do_remote_decode": True}), PLACES)
+    params = prefill.answer("p", chunk=12)
+    assert decode.add(request_of("d", PROMPT, params), OTHERS) == len(PROMPT)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    # Of the last token it depends on what decode samples there.
+    decode.compute("d", chunk=100)
+    assert decode.holds("d", PROMPT, next_token=SAMPLED)
+
+
+@pytest.mark.parametrize("source", ["l2", "l3"])
+def test_a_block_is_found_for_prompts_that_go_on_as_the_one_that_it_was_computed_for(
+    start: Start, tmp_path: Path, source: str
+) -> None:
+    prefill, uri = start("kv_producer"), f"file:{tmp_path}/store?capacity=16MB"
+    decode = start("kv_consumer", uri=uri)
+    assert restored(decode, prefill, "first", PROMPT)
+    if source == "l3":
+        decode.close()
+        decode = start("kv_consumer", uri=uri)
+    # The token behind the last full block is another one.
+    assert restored(decode, prefill, "other", [*PROMPT[:FULL], 3, 2])
+    assert decode.counts[f"restore_tokens_{source}"] == FULL - BLOCK
+    assert restored(decode, prefill, "equal", PROMPT)
+    assert decode.counts[f"restore_tokens_{source}"] + decode.counts.get("restore_tokens_l2", 0) >= 2 * FULL - BLOCK
+
+
+def test_blocks_named_by_their_own_tokens_alone_would_serve_the_wrong_draft(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: it is what the names are for, and the test above would see it."""
+    monkeypatch.setattr(groups, "_depends_on_next_token", lambda _: False)
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    assert restored(decode, prefill, "first", PROMPT)
+    assert not restored(decode, prefill, "other", [*PROMPT[:FULL], 3, 2])
+
+
+def test_a_draft_whose_kv_depends_on_earlier_tokens_only_hits_as_the_model_does(start: Start) -> None:
+    prefill, decode = start("kv_producer", draft="draft_model"), start("kv_consumer", draft="draft_model")
+    assert restored(decode, prefill, "first", PROMPT)
+    assert restored(decode, prefill, "other", [*PROMPT[:FULL], 3, 2])
+    assert decode.counts["restore_tokens_l2"] == FULL
+
+
+@pytest.mark.parametrize(("known", "kept"), [([], 3), ([5], 4)], ids=["ends with its block", "goes on"])
+def test_a_block_is_kept_once_the_token_after_it_is_known(start: Start, known: list[int], kept: int) -> None:
+    decode = start("kv_consumer")
+    tokens = [*PROMPT[:FULL], *known]
+    request = request_of("d", tokens, None)
+    decode.add(request, PLACES)
+    decode.step({"d": FULL})
+    assert decode.finish("d") == (True, None)
+    decode.step_until(lambda: decode.freed)
+    assert decode.counts == {"offer_pages_written": kept}
+
+
+def test_a_prompt_without_a_prefill_is_computed(start: Start) -> None:
+    decode = start("kv_consumer", lookup_timeout_s=LIMIT_S)
+    assert decode.add(request_of("d", PROMPT, None), PLACES) == 0
+
+
+@pytest.mark.parametrize("drafts", [("eagle", None), (None, "eagle"), ("draft_model", "eagle")])
+def test_ends_with_other_drafts_refuse_each_other_by_name(
+    start: Start, caplog: pytest.LogCaptureFixture, drafts: tuple[str | None, str | None]
+) -> None:
+    prefill, decode = start("kv_producer", draft=drafts[0]), start("kv_consumer", draft=drafts[1])
+    prefill.add(request_of("p", PROMPT, {"do_remote_decode": True}), PLACES)
+    decode.add(request_of("d", PROMPT, prefill.answer("p", chunk=12)), OTHERS)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.invalid
+    assert "differs in bigram_keys" in caplog.text
+
+
+def test_events_name_a_block_of_a_draft_as_vllm_does(start: Start) -> None:
+    decode = start("kv_consumer", events=True)
+    request = request_of("d", PROMPT, None)
+    decode.add(request, PLACES)
+    decode.compute("d", chunk=100)
+    decode.finish("d")
+    decode.step_until(lambda: decode.freed)
+    end = decode.worker.connector_worker.decodes[0]
+    end.engine.wait_settled()
+    end.events.wait_made()
+    decode.step()
+    (stored,) = (event for batch in decode.published for event in batch)
+    assert stored.block_hashes == [
+        int.from_bytes(one, byteorder="big") & ((1 << 64) - 1) for one in request.block_hashes
+    ]
+    assert stored.token_ids == PROMPT[:FULL]
+
+
+def configs(further: tuple[Any, ...] = (), *, speculative: Any) -> Any:
+    extra = {"uri": None, "model": None, "host": None, "handover": {"listen": "127.0.0.1:0"}}
+    made = configs_of("", extra=extra, further=further, speculative=speculative)
+    made[0].kv_transfer_config.kv_role, made[0].kv_transfer_config.engine_id = "kv_both", "e"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("speculative", "further", "words"),
+    [
+        (
+            speculative_of("dflash"),
+            (),
+            "draft dflash cannot be handed over, that of eagle, eagle3, mtp, draft_model, ",
+        ),
+        (speculative_of("eagle3", parallel_drafting=True), (), "eagle3 with parallel_drafting"),
+        (speculative_of("mtp", use_multi_module_mtp=lambda: True), (), "set num_speculative_tokens to 1"),
+        (speculative_of("eagle"), (SlidingWindowSpec(),), "draft eagle beside windows cannot be handed over"),
+    ],
+)
+def test_drafts_that_cannot_be_handed_over_are_refused_by_name(
+    connector: ModuleType, speculative: Any, further: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        connector.TidekvConnector(*_with_role(configs(further, speculative=speculative), KVConnectorRole.SCHEDULER))
+
+
+def _with_role(made: Any, role: KVConnectorRole) -> tuple[Any, KVConnectorRole, Any]:
+    return made[0], role, made[1]
+
+
+def test_servers_with_other_drafts_share_nothing() -> None:
+    models = [
+        read_handover(*configs(speculative=speculative)).model
+        for speculative in (
+            None,
+            SimpleNamespace(method="ngram"),
+            speculative_of("eagle"),
+            speculative_of("eagle", draft_model_config=SimpleNamespace(model="another")),
+        )
+    ]
+    assert models == ["its/name", "its/name", "its/name with eagle draft", "its/name with eagle another"]
