@@ -65,7 +65,8 @@ def check(checker: str, directory: Path) -> dict[str, dict[int, str]]:
         **os.environ,
         "MYPYPATH": f"{ROOT / 'src'}",
         "PYTHONPATH": os.pathsep.join([f"{ROOT / 'src'}", os.environ.get("PYTHONPATH", "")]),
-        "MYPY_CACHE_DIR": str(directory / "cache"),
+        # Kept between runs, since most of the time is torch's and numpy's. Beside the project's, which has other options.
+        "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache" / "consumers"),
     }
     found: dict[str, dict[int, str]] = {name: {} for name in files}
 
