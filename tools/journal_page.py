@@ -103,7 +103,7 @@ def journal_document() -> str:
         "## Lines\n",
     ]
     parts += [_section(line, _title(line)) for line in (RunLine, TurnLine)]
-    others = {kind: _title(kind) for kind in (SegmentLine, GapLine, EndLine)}
+    others: dict[type, str] = {kind: _title(kind) for kind in (SegmentLine, GapLine, EndLine)}
     others |= {RaiseRecord: "One of `raises`", StallRecord: "One of `stalls`"}
     parts += ["### Others\n", "| what | meaning | fields |", "|---|---|---|"]
     parts += [f"| {title} | {_words(kind)} | {_names(field_types(kind))} |" for kind, title in others.items()]
