@@ -65,7 +65,7 @@ def check(checker: str, directory: Path) -> dict[str, dict[int, str]]:
         **os.environ,
         "MYPYPATH": f"{ROOT / 'src'}",
         "PYTHONPATH": os.pathsep.join([f"{ROOT / 'src'}", os.environ.get("PYTHONPATH", "")]),
-        # Kept between runs, since most of the time is torch's and numpy's. Beside the project's, which has other options.
+        # Kept between runs, since most of the time is torch's and numpy's; the project's own has other options.
         "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache" / "consumers"),
     }
     found: dict[str, dict[int, str]] = {name: {} for name in files}

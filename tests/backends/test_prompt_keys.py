@@ -14,17 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.backends.keys import page_keys, prompt_keys
-from tidekv.backends.keys.chain import namespace_seed, page_digests
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 
 PAGES = PageKeys(2)
 # Few different tokens, so that prompts share prefixes, and odd lengths, so that some end within a page.
 PROMPTS = st.lists(st.sampled_from((1, 2)), min_size=1, max_size=15)
-
-
-def packed(tokens: list[int]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 @contextlib.contextmanager
@@ -43,7 +39,7 @@ async def test_remembered_keys_are_those_that_hashing_gives(asked: list[tuple[li
     keys = PageKeys(2, bigrams=bigrams)
     owner = PromptKeys(keys)
     for tokens, namespace in asked:
-        prompt, seed = packed(tokens), namespace_seed(namespace)
+        prompt, seed = pack_tokens(tokens), namespace_seed(namespace)
         plain = keys.digests(prompt, prefix=seed)
         assert plain[: len(owner.known(seed, prompt))] == owner.known(seed, prompt)
         assert await owner.prompt(prompt, seed).digests(0, keys.count(len(tokens))) == plain
@@ -59,8 +55,8 @@ async def test_a_turn_hashes_only_its_new_pages(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(page_keys, "page_digests", counted)
     owner = PromptKeys(PAGES)
-    first, second = packed([1, 2, 3, 4, 5, 6]), packed([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    other = packed([1, 2, 3, 4, 9, 9])
+    first, second = pack_tokens([1, 2, 3, 4, 5, 6]), pack_tokens([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    other = pack_tokens([1, 2, 3, 4, 9, 9])
     turns = owner.prompt(first, b"")
     assert await turns.digests(0, 3) == page_digests(first, 2)
     turns.extend(second)
@@ -74,11 +70,11 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_keys, "REMEMBERED_BYTES_MAX", 3000)
     owner = PromptKeys(PAGES)
     for number in range(100):
-        prompt = packed([number // 20, 0, number, 0])
+        prompt = pack_tokens([number // 20, 0, number, 0])
         owner.remember(b"", prompt, page_digests(prompt, 2))
         assert len(owner) <= 8
         assert owner.known(b"", prompt) == page_digests(prompt, 2)
-    assert owner.known(b"", packed([0, 0, 0, 0])) == []
+    assert owner.known(b"", pack_tokens([0, 0, 0, 0])) == []
     assert owner.memory_bytes <= 3000
 
 
@@ -104,7 +100,7 @@ async def test_many_pages_are_hashed_in_a_thread_and_few_on_the_loop(monkeypatch
 
     monkeypatch.setattr(page_keys, "page_digests", noted)
     monkeypatch.setattr(prompt_keys, "HASH_INLINE_BYTES", 2 * PAGES.key_bytes)
-    tokens = packed(list(range(14)))
+    tokens = pack_tokens(list(range(14)))
     prompt = PromptKeys(PAGES).prompt(tokens, b"")
     assert await prompt.digests(0, 2) == page_digests(tokens, 2)[:2]
     assert await prompt.digests(4, 3) == page_digests(tokens, 2)[4:]
@@ -113,6 +109,6 @@ async def test_many_pages_are_hashed_in_a_thread_and_few_on_the_loop(monkeypatch
 
 async def test_two_calls_that_hash_the_same_pages_at_once_give_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_keys, "HASH_INLINE_BYTES", 0)
-    tokens = packed(list(range(14)))
+    tokens = pack_tokens(list(range(14)))
     prompt = PromptKeys(PAGES).prompt(tokens, b"")
     assert await asyncio.gather(prompt.digests(0, 7), prompt.digests(0, 7)) == [page_digests(tokens, 2)] * 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.backends.device.pool import DevicePool
-from tidekv.backends.keys.chain import page_digests
+from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.states.errors import InvalidRequest
@@ -22,10 +22,6 @@ PAGE_SIZE = 4
 def layout(*, dtype: str = "float32", head_dim: int = 8, kind: str = "mha") -> KVLayout:
     heads = 1 if kind == "mla" else 2
     return KVLayout(num_layers=3, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, page_size=PAGE_SIZE, kind=kind)
-
-
-def packed(*tokens: int) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 def filled(shape: KVLayout, tokens: bytes) -> tuple[DevicePool, SyntheticKV, list[int], list[bytes]]:
@@ -50,7 +46,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("shape", LAYOUTS, ids=lambda shape: f"{shape.kind}-{shape.dtype}-{shape.piece_bytes}")
 def test_filled_pages_verify_and_survive_a_copy(shape: KVLayout) -> None:
-    pool, synthetic, pages, digests = filled(shape, packed(*range(30)))
+    pool, synthetic, pages, digests = filled(shape, pack_tokens([*range(30)]))
     assert synthetic.verify(pages, digests) == []
     elsewhere = DevicePool.allocate(shape, 24)
     elsewhere.write_pages(list(range(len(pages))), pool.read_pages(pages))
@@ -60,7 +56,7 @@ def test_filled_pages_verify_and_survive_a_copy(shape: KVLayout) -> None:
 
 
 def other_prefix(pool: DevicePool, pages: list[int]) -> None:
-    changed = prompt_digests(packed(99, *range(1, 30)), PAGE_SIZE)
+    changed = prompt_digests(pack_tokens([99, *range(1, 30)]), PAGE_SIZE)
     SyntheticKV(pool).fill([pages[3]], [changed[3]])
 
 
@@ -106,7 +102,7 @@ def half_a_page_of_another(pool: DevicePool, pages: list[int]) -> None:
     ],
 )
 def test_a_wrong_page_is_found(damage: Callable[[DevicePool, list[int]], None]) -> None:
-    pool, synthetic, pages, digests = filled(layout(), packed(*range(30)))
+    pool, synthetic, pages, digests = filled(layout(), pack_tokens([*range(30)]))
     damage(pool, pages)
     assert synthetic.verify(pages, digests) == [3]
 
@@ -115,7 +111,7 @@ def test_a_wrong_page_is_found(damage: Callable[[DevicePool, list[int]], None]) 
 @given(st.data())
 def test_one_flipped_bit_anywhere_is_found(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(LAYOUTS))
-    pool, synthetic, pages, digests = filled(shape, packed(*range(30)))
+    pool, synthetic, pages, digests = filled(shape, pack_tokens([*range(30)]))
     position = data.draw(st.integers(0, len(pages) - 1))
     offset = data.draw(st.integers(0, shape.page_bytes - 1))
     page = pool.read_pages([pages[position]])
@@ -136,24 +132,24 @@ def test_every_bit_of_a_digest_matters(bit: int) -> None:
 
 
 def test_content_is_the_same_in_every_process() -> None:
-    pool, _, pages, _ = filled(layout(), packed(*range(8)))
+    pool, _, pages, _ = filled(layout(), pack_tokens([*range(8)]))
     # A prefill worker and a decode worker must agree on it, whatever their versions.
     assert hashlib.sha256(pool.read_pages(pages).numpy().tobytes()).hexdigest()[:16] == "b2fdd6025423f598"
 
 
 def test_a_partial_page_has_the_digest_of_its_tail() -> None:
-    whole, cut = packed(*range(8)), packed(*range(7))
+    whole, cut = pack_tokens([*range(8)]), pack_tokens([*range(7)])
     assert prompt_digests(whole, PAGE_SIZE) == page_digests(whole, PAGE_SIZE)
     assert prompt_digests(cut, PAGE_SIZE)[0] == prompt_digests(whole, PAGE_SIZE)[0]
-    component_pages = [prompt_digests(packed(*range(count)), PAGE_SIZE)[-1] for count in range(1, 9)]
+    component_pages = [prompt_digests(pack_tokens([*range(count)]), PAGE_SIZE)[-1] for count in range(1, 9)]
     assert len(set(component_pages)) == 8
     # A short prompt's tail is seeded by the namespace like a full page.
-    short = packed(1, 2)
+    short = pack_tokens([1, 2])
     assert prompt_digests(short, PAGE_SIZE) != prompt_digests(short, PAGE_SIZE, namespace="adapter")
 
 
 def test_batches_cut_anywhere_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, synthetic, pages, digests = filled(layout(), packed(*range(60)))
+    pool, synthetic, pages, digests = filled(layout(), pack_tokens([*range(60)]))
     before = pool.read_pages(pages)
     pool.k[0][pages[1]] = 0
     monkeypatch.setattr("tidekv.engine.demo.synthetic.BATCH_BYTES", 2 * layout().piece_bytes)
@@ -164,7 +160,7 @@ def test_batches_cut_anywhere_give_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bad_calls_are_refused_and_write_nothing() -> None:
-    pool, synthetic, pages, digests = filled(layout(), packed(*range(12)))
+    pool, synthetic, pages, digests = filled(layout(), pack_tokens([*range(12)]))
     before = pool.read_pages(list(range(24)))
     with pytest.raises(InvalidRequest, match="3 pages but 2 digests"):
         synthetic.fill(pages, digests[:2][::-1])

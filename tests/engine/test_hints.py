@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.configs import engine_config
 from tests.support.inside import core_of, runtime_of
+from tests.support.kv_hints import envelope
 from tests.support.loopback_pair import PAGE, Pair, loopback_pair
 from tests.support.waits import LIMIT_S
 from tidekv.backends.keys.chain import page_digests
@@ -19,12 +20,6 @@ from tidekv.engine.kv_events.messages import hash_of
 from tidekv.states.errors import InvalidRequest
 
 PROMPT = list(range(4 * PAGE))
-
-
-def envelope(kind: str, version: str = "1.0", **payload: object) -> dict[str, object]:
-    """An envelope with one action."""
-    action = {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
-    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
 
 
 async def outcome(pair: Pair, kind: str, version: str = "1.0", **payload: object) -> tuple[str, int]:

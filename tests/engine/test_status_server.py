@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.configs import engine_config
 from tests.support.inside import core_of, runtime_of
+from tests.support.kv_hints import envelope
 from tests.support.loopback_pair import PAGE, loopback_pair
 from tests.support.waits import LIMIT_S
 from tidekv.backends.keys.chain import page_digests
@@ -125,22 +126,16 @@ async def test_a_prompt_is_looked_up_in_every_tier_with_what_prefill_would_send(
         assert "ready_s" in found
 
 
-def pin(**payload: object) -> dict[str, object]:
-    """An envelope that pins a prompt."""
-    action = {"action_id": "a", "action_type": "kv.pin", "action_version": "1.0", "payload": payload}
-    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
-
-
 async def test_hints_are_acted_on_and_answered_as_hint_does() -> None:
     prompt = list(range(3 * PAGE))
     async with loopback_pair(engine_config(status_listen="127.0.0.1:0")) as pair:
         address = pair.engine.status_address
         await pair.serve(prompt)
-        status, outcomes = await ask(address, "POST", "/hints", pin(token_ids=prompt, ttl_ms=60_000))
+        status, outcomes = await ask(address, "POST", "/hints", envelope("kv.pin", token_ids=prompt, ttl_ms=60_000))
         assert status == 200
         assert outcomes == [{"action_id": "a", "outcome": "accepted", "tokens": 3 * PAGE, "cause": ""}]
         assert core_of(pair.engine).hints.pinned_pages == 3
-        for body, word in (({"actions": []}, "no envelope"), ([], "no envelope"), (pin(), None)):
+        for body, word in (({"actions": []}, "no envelope"), ([], "no envelope"), (envelope("kv.pin"), None)):
             status, answer = await ask(address, "POST", "/hints", body)
             assert (status, word is None) in ((400, False), (200, True))
             assert word in answer if word else answer[0]["outcome"] == "rejected"
@@ -151,8 +146,8 @@ async def test_a_page_in_a_browser_gives_no_hints() -> None:
     prompt = list(range(3 * PAGE))
     async with loopback_pair(engine_config(status_listen="127.0.0.1:0")) as pair:
         await pair.serve(prompt)
-        envelope = pin(token_ids=prompt, ttl_ms=60_000)
-        for path, body in (("/hints", envelope), ("/probe", {"prompts": [prompt]})):
+        pinned = envelope("kv.pin", token_ids=prompt, ttl_ms=60_000)
+        for path, body in (("/hints", pinned), ("/probe", {"prompts": [prompt]})):
             asked = await ask(pair.engine.status_address, "POST", path, body, origin="http://example.org")
             assert asked[0] == 403
         assert core_of(pair.engine).hints.pinned_pages == 0
@@ -184,7 +179,9 @@ async def test_with_a_token_only_its_holders_are_answered(tmp_path: Path) -> Non
         for token, status in (("", 401), ("other", 401), ("secret", 200)):
             assert (await ask(address, "GET", "/load", token=token))[0] == status
             assert (await ask(address, "POST", "/probe", {"prompts": [[1]]}, token=token))[0] == status
-            assert (await ask(address, "POST", "/hints", pin(token_ids=[1], ttl_ms=1), token=token))[0] == status
+            assert (await ask(address, "POST", "/hints", envelope("kv.pin", token_ids=[1], ttl_ms=1), token=token))[
+                0
+            ] == status
             assert (await ask(address, "GET", "/ready", token=token))[0] == 200
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.group_model import CausalModel, GroupModel, ScaledKV
+from tests.support.group_model import CausalModel, GroupModel, ScaledKV, filled
 from tests.support.model_pools import ModelPools
 from tests.support.prompts import drawn_prompt
 from tidekv import DevicePool, KVLayout
@@ -22,16 +22,6 @@ SHAPE = ModelShape(
     vocab_size=VOCABULARY, hidden_size=64, mlp_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
 )
 LATENT, ROTARY = 24, 8
-
-
-def fill(model: CausalModel) -> CausalModel:
-    """Random weights, wide enough that the next token depends on all of the prompt."""
-    source = torch.Generator().manual_seed(7)
-    for name, weight in sorted(model.named_parameters()):
-        if weight.dim() > 1:
-            std = 1.0 if "embed_tokens" in name else 0.2
-            weight.data.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
-    return model.double().eval().requires_grad_(False)
 
 
 @cache
@@ -67,7 +57,7 @@ def deepseek(version: int) -> CausalModel:
         experts_implementation="eager",  # The other ones have no float64.
     )
     torch.manual_seed(0)  # Buffers of experts are not parameters.
-    return fill(model_type(config))
+    return filled(model_type(config))
 
 
 @cache

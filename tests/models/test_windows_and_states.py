@@ -22,7 +22,7 @@ import torch
 from benchmarks.ports import free_address
 from tests.support.component_model import ComponentModel, Held, ModelLayouts, layouts_of
 from tests.support.configs import engine_config
-from tests.support.group_model import CausalModel, choices
+from tests.support.group_model import CausalModel, choices, filled
 from tests.support.model_pools import ModelPools, Places
 from tests.support.prompts import drawn_prompt
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_GROUP, together
@@ -67,16 +67,6 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     **NO_SPECIALS,
 }
-
-
-def filled(model: CausalModel, *, embedding_std: float = 1.0) -> CausalModel:
-    """Random weights, wide enough that the next token depends on all of the prompt."""
-    source = torch.Generator().manual_seed(7)
-    for name, weight in sorted(model.named_parameters()):
-        if weight.dim() > 1:
-            std = embedding_std if "embed_tokens" in name else 0.2
-            weight.data.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
-    return model.double().eval().requires_grad_(False)
 
 
 @cache

@@ -126,3 +126,13 @@ def raise_at_promises(rig: Rig, times: int, monkeypatch: pytest.MonkeyPatch) -> 
 def settle(rig: Rig) -> None:
     rig.settle()
     rig.expect_nothing_held()
+
+
+def recompute_order(rig: Rig, request_id: str, tokens: bytes) -> commands.Recompute:
+    """The order to compute a prompt whose prefill is lost."""
+    rig.arrive(request_id, tokens, can_recompute=True)
+    promise = rig.take(commands.SendPromise)
+    rig.step(events.RoomFailed, request_id=request_id, generation=promise.generation, cause="gone", settled=True)
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
+        rig.copied(copy)
+    return rig.take(commands.Recompute)

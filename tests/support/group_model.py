@@ -169,3 +169,13 @@ def _by_head(rows: torch.Tensor) -> torch.Tensor:
 def _by_token(states: torch.Tensor) -> torch.Tensor:
     """Convert [1, heads, tokens, dim] to the shape of pages, [tokens, heads, dim]."""
     return states[0].transpose(0, 1)
+
+
+def filled(model: CausalModel, *, embedding_std: float = 1.0) -> CausalModel:
+    """Random weights, wide enough that the next token depends on all of the prompt."""
+    source = torch.Generator().manual_seed(7)
+    for name, weight in sorted(model.named_parameters()):
+        if weight.dim() > 1:
+            std = embedding_std if "embed_tokens" in name else 0.2
+            weight.data.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
+    return model.double().eval().requires_grad_(False)

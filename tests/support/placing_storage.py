@@ -1,4 +1,4 @@
-"""A storage engine that places pages by the prompt that they are a part of, and notes what it is told."""
+"""Storage engines over memory: one that notes by which prompt pages are placed, and one without siblings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from tidekv.backends.storage import open_storage
 from tidekv.backends.storage.base import Neighbors, Storage, touch
+from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.states.types import PageIds
 
 
@@ -55,3 +56,13 @@ class PlacingStorage:
     ) -> list[bool]:
         self._note("put", prefix_keys, keys)
         return await self.engine.put_from(keys, pages, timeout_s=timeout_s)
+
+
+class PlainStorage:
+    """An engine that cannot be opened once more: it has what `Storage` asks for, and nothing else."""
+
+    def __init__(self) -> None:
+        self._inner = MemoryStorage(capacity_bytes=1 << 20)
+        self.uri = "plain:"
+        for name in ("register", "exists", "get_into", "put_from", "delete", "clear", "probe", "close", "statistics"):
+            setattr(self, name, getattr(self._inner, name))

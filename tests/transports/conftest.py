@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.support.prompts import DIGEST, PROMPT, PromptDigest
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
-from tidekv.transports import wire
+from tidekv.transports import process, wire
 from tidekv.transports.control import handshake
 from tidekv.transports.decode.prefill_link import LinkTimes
 from tidekv.transports.decode.receiver import Receiver
@@ -371,3 +374,13 @@ async def decode(world) -> Dialler:
     dialler = Dialler(world)
     await dialler.start()
     return dialler
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], wire.ProcessMark]]:
+    """A process that waits to be killed, and its mark."""
+    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mark = replace(process.this_process(), pid=running.pid, started=process._started(running.pid))
+    yield running, mark
+    running.kill()
+    running.communicate()

@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
@@ -17,15 +15,6 @@ from tidekv.transports import process
 from tidekv.transports.wire import ProcessMark
 
 Child = tuple[subprocess.Popen[bytes], ProcessMark]
-
-
-@pytest.fixture
-def child() -> Iterator[Child]:
-    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    mark = replace(process.this_process(), pid=running.pid, started=process._started(running.pid))
-    yield running, mark
-    running.kill()
-    running.communicate()
 
 
 @pytest.fixture(params=["pidfd", "no pidfd here"])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scripted_requests import Script
 from tidekv.states.errors import TransferFailed
 from tidekv.states.types import Segment, page_ids
 from tidekv.transports.base import Ended, StreamTurn
@@ -20,16 +21,6 @@ PAGE_BYTES = 64
 POOL_PAGES = 64
 PART_PAGES = 4
 JOINT_PAGES = PART_PAGES // JOINT_SHARE
-
-
-@dataclass(frozen=True)
-class Script:
-    """What becomes of one request: over at once or after that many checks, in place or failed."""
-
-    checks: int = 0
-    is_made: bool = True
-    fails: bool = False
-    release_fails: bool = False
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scripted_requests import Script
 from tidekv.states.errors import TransferFailed
 from tidekv.states.types import Segment, page_ids
 from tidekv.transports.base import Ended, StreamTurn
@@ -16,16 +17,6 @@ from tidekv.transports.nixl.plan import Numbering, Part, WritePlan, paired_pages
 from tidekv.transports.nixl.writes import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
 
 PAGE_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Script:
-    """What becomes of one part: over at once or after that many checks, in place or failed."""
-
-    checks: int = 0
-    is_made: bool = True
-    fails: bool = False
-    release_fails: bool = False
 
 
 @dataclass

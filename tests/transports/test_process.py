@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
 
 from tidekv.transports import process
-from tidekv.transports.wire import ProcessMark
-
-
-@pytest.fixture
-def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessMark]]:
-    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    mark = replace(process.this_process(), pid=running.pid, started=process._started(running.pid))
-    yield running, mark
-    running.kill()
-    running.communicate()
 
 
 def test_this_process_lives_and_has_one_mark() -> None:

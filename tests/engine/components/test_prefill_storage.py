@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.components.conftest import FULL, SIZE, Worker, component
 from tests.support.configs import engine_config
+from tests.support.placing_storage import PlainStorage
 from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     DecodeEngine,
@@ -24,7 +25,6 @@ from tidekv import (
     open_storage,
 )
 from tidekv.backends.storage.base import Storage
-from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import component_digest
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
@@ -130,23 +130,13 @@ async def test_pages_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> 
     assert "of component 'window' are not all in the pool of 24" in errors[3]
 
 
-class Plain:
-    """An engine that cannot be opened once more."""
-
-    def __init__(self) -> None:
-        inner = MemoryStorage(capacity_bytes=1 << 20)
-        self.uri = "plain:"
-        for name in ("register", "exists", "get_into", "put_from", "delete", "clear", "probe", "close", "statistics"):
-            setattr(self, name, getattr(inner, name))
-
-
 async def test_storage_for_one_size_of_pages_is_refused() -> None:
     peer = PrefillPeer(
         PrefillConfig(listen="prefill", lease_s=LEASE_S),
         device=DevicePool.allocate(FULL, 8),
         transport=LoopbackTransport("prefill-0", LoopbackNetwork()),
         components=(component("state", 4, 0),),
-        storage=Plain(),
+        storage=PlainStorage(),
     )
     with pytest.raises(InvalidConfig, match="plain: cannot hold component 'state'"):
         async with peer:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.inside import calls_of, runtime_of
+from tests.support.placing_storage import PlainStorage
 from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.storage.base import Storage
-from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.states.errors import StorageFailed
 
 SIZE = 4
@@ -159,18 +159,8 @@ async def test_storage_is_exchanged_and_cleared_with_its_components(worker, tmp_
         assert await made.answer("r3", KEPT, OUTPUT) == {"transfer": len(KEPT)}
 
 
-class Plain:
-    """An engine that cannot be opened once more: it has what `Storage` asks for, and nothing else."""
-
-    def __init__(self) -> None:
-        self._inner = MemoryStorage(capacity_bytes=1 << 20)
-        self.uri = "plain:"
-        for name in ("register", "exists", "get_into", "put_from", "delete", "clear", "probe", "close", "statistics"):
-            setattr(self, name, getattr(self._inner, name))
-
-
 async def test_an_engine_for_one_size_of_pages_is_refused(worker) -> None:
-    plain: Storage = Plain()  # type: ignore[assignment]  # Its methods are set one by one.
+    plain: Storage = PlainStorage()  # type: ignore[assignment]  # Its methods are set one by one.
     async with worker(**FETCHES) as made:
         with pytest.raises(InvalidConfig, match="plain: cannot hold component 'window'"):
             await made.engine.attach_storage(plain)

@@ -14,6 +14,7 @@ from tests.support.component_stories import (
     device_pages,
     finish,
     raise_at_promises,
+    recompute_order,
     settle,
     state,
     window,
@@ -345,16 +346,6 @@ def test_the_only_snapshot_gives_way_to_a_request_that_continues_from_it() -> No
     assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (7, 1)}
 
 
-def recomputed(rig: Rig, tokens: bytes = PROMPT) -> commands.Recompute:
-    """The order to compute a prompt whose prefill is lost."""
-    rig.arrive("b", tokens, can_recompute=True)
-    promise = rig.take(commands.SendPromise)
-    rig.step(events.RoomFailed, request_id="b", generation=promise.generation, cause="gone", settled=True)
-    for copy in rig.take_all(commands.CopyPages, of_components=True):
-        rig.copied(copy)
-    return rig.take(commands.Recompute)
-
-
 @pytest.mark.parametrize("end", [5, 7])
 def test_a_caller_that_recomputes_continues_at_the_longest_boundary_of_all_components(end: int) -> None:
     rig = rig_with()
@@ -363,7 +354,7 @@ def test_a_caller_that_recomputes_continues_at_the_longest_boundary_of_all_compo
     # The full KV is there beyond it.
     finish(rig, rig.make_ready("c", PROMPT), PROMPT, component_pages=())
     rig.settle()
-    order = recomputed(rig)
+    order = recompute_order(rig, "b", PROMPT)
     assert order.first == end and order.resume_from is not None and order.component_pages is not None
     assert left is not None
     of_window, of_state = order.resume_from
@@ -386,7 +377,7 @@ def test_a_caller_that_recomputes_continues_at_the_longest_boundary_of_all_compo
 def test_a_boundary_whose_pages_leave_no_room_for_a_computation_is_not_continued_from() -> None:
     rig = rig_with(state(device=1, host=0))
     cached(rig, PROMPT[:5])
-    order = recomputed(rig)
+    order = recompute_order(rig, "b", PROMPT)
     assert order.first == 0 and order.resume_from is not None and not order.resume_from[0].pages
     rig.step(events.Recomputed, op=order.op, error="")
     rig.take(commands.ReportReady)

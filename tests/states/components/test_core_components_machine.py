@@ -10,6 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from simulation.memory import Contents, SimulatedPool
 from simulation.rig import Rig
+from tests.support.component_stories import state, window
 from tests.support.core_machine import CoreMachine, Sending
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
@@ -25,14 +26,6 @@ def is_of_components(wish: commands.Command) -> bool:
         return bool(wish.components_first)
     is_one = isinstance(wish, commands.CopyPages | commands.FetchPages | commands.StorePages)
     return is_one and wish.component != FULL
-
-
-def window(tokens: int, device: int, host: int) -> Component:
-    return Component(name="window", kind="window", window_tokens=tokens, device_pages=device, host_pages=host)
-
-
-def state(device: int, host: int) -> Component:
-    return Component(name="state", kind="state", device_pages=device, host_pages=host)
 
 
 SETS = st.sampled_from(

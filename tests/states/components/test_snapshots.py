@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
-from tests.support.component_stories import PROMPT, finish, ready_with, rig_with, state
+from tests.support.component_stories import PROMPT, finish, ready_with, recompute_order, rig_with, state
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
@@ -21,19 +21,9 @@ def rig_of(policy: SnapshotPolicy, component: Component | None = None, **fields:
     return rig_with(component or state(device=20, host=20), storage=False, snapshots=policy, **sizes)
 
 
-def recomputes(rig: Rig, request_id: str, tokens: bytes) -> commands.Recompute:
-    """The order to compute a prompt whose prefill is lost."""
-    rig.arrive(request_id, tokens, can_recompute=True)
-    promise = rig.take(commands.SendPromise)
-    rig.step(events.RoomFailed, request_id=request_id, generation=promise.generation, cause="gone", settled=True)
-    for copy in rig.take_all(commands.CopyPages, of_components=True):
-        rig.copied(copy)
-    return rig.take(commands.Recompute)
-
-
 def computed(rig: Rig, request_id: str, tokens: bytes) -> commands.Recompute:
     """The same; the caller computes and finishes, and leaves nothing of its own accord."""
-    order = recomputes(rig, request_id, tokens)
+    order = recompute_order(rig, request_id, tokens)
     rig.step(events.Recomputed, op=order.op, error="")
     finish(rig, rig.take(commands.ReportReady), tokens, component_pages=())
     rig.settle()

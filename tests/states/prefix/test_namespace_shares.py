@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName
@@ -17,10 +18,6 @@ from tidekv.states.prefix.policies import POLICIES
 
 PAGES = 40
 NAMESPACES = ("a", "b", "c")
-
-
-def keys(tokens: list[int]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 class Cache:
@@ -40,7 +37,7 @@ class Cache:
         self.victims.append((node.namespace, node.page_count))
 
     def put(self, namespace: str, tokens: list[int], priority: int = 0) -> Node:
-        inserted = self.index.insert(namespace, keys(tokens), self.device.take(len(tokens)), priority=priority)
+        inserted = self.index.insert(namespace, pack_tokens(tokens), self.device.take(len(tokens)), priority=priority)
         self.device.give_back(inserted.duplicates)
         return inserted.node
 
@@ -91,9 +88,9 @@ def test_every_victim_is_the_one_of_the_rule(policy: str, share: float, operatio
         if name == "put" and cache.device.free >= len(tokens):
             cache.put(namespace, tokens, priority=number)
         elif name == "match":
-            cache.index.match(namespace, keys(tokens))
+            cache.index.match(namespace, pack_tokens(tokens))
         elif name == "lock":
-            receipts.append(cache.index.lock(cache.index.match(namespace, keys(tokens)).device_node))
+            receipts.append(cache.index.lock(cache.index.match(namespace, pack_tokens(tokens)).device_node))
         elif name == "unlock" and receipts:
             cache.index.unlock(receipts.pop(number % len(receipts)))
         elif name == "evict":
