@@ -40,7 +40,7 @@ SGLANG_TITLES = {
 PAIRS = {"sglang": "SGLang", "vllm": "vLLM"}
 PAIR_TITLES = {**SGLANG_TITLES, "nixl-quiet": "NixlConnector"}
 """By the words of `dev.py sglang` and `dev.py vllm`."""
-SGLANG_RUNS = ("sglang.json", "sglang_long.json")
+SGLANG_RUNS = ("sglang_long.json",)
 SGLANG_FAULTS = (
     "sglang_faults_tidekv.json",
     "sglang_faults_l2.json",
