@@ -50,14 +50,14 @@ def shape_of(
     seed: int, requests: int, *, ranks: int | None = None, lends: bool = False, neighbours: bool = False
 ) -> Shape:
     """Draw the shape of a seed. With `ranks` every seed runs on so many, with `lends` every seed lends, and with
-    `neighbours` every seed of a single core without components has other decode workers.
+    `neighbours` every seed is of a single core, unless `ranks` says otherwise, and has other decode workers.
     """
     random = Random(f"shape {seed}")
-    if ranks is None and random.random() < RANKS_SHARE:
+    if ranks is None and not neighbours and random.random() < RANKS_SHARE:
         ranks, requests = random.choice((2, 3, 4)), max(1, round(requests * REQUESTS_OF_RANKS))
     lends = lends or lends_in(seed, LENT_SHARE)
     neighbours = (neighbours or has_neighbours(seed)) and not ranks
-    # Other workers share no components: a seed with them has none unless its settings draw some.
+    # Other workers share no components: a seed with them has none.
     has_components = not neighbours and (lends or not has_short_rests(seed))
     return Shape(requests, ranks or 0, has_components, lends, neighbours)
 
@@ -100,8 +100,8 @@ def run_campaign(
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
     With `ranks`, that many cores serve each request together, and with 0 a single one; with `lends` every seed has lent
-    device pages, with `neighbours` other decode workers if it can. Otherwise `shape_of` draws these, and a seed on
-    several ranks has fewer requests. Faults by name, or left out by name, are those of a single core.
+    device pages, with `neighbours` other decode workers. Otherwise `shape_of` draws these, and a seed on several ranks
+    has fewer requests. Faults by name, or left out by name, are those of a single core.
     """
     if faults not in ("all", "none") or without:
         ranks = 0

@@ -40,7 +40,7 @@ def simulate(
         typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some of them."),
     ] = False,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Other decode workers in every seed that can have them; by default in some.")
+        bool, typer.Option("--peers", help="Other decode workers in every seed, each of one core; by default in some.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),

@@ -40,6 +40,14 @@ def test_the_same_seed_is_the_same_run_and_without_them_it_is_another() -> None:
     assert not any(simulate(seed, 40).faults.get(name) for name in OF_NEIGHBOURS)
 
 
+def test_every_seed_of_a_campaign_that_asks_for_other_workers_has_them() -> None:
+    for seed in SEEDS:
+        assert shape_of(seed, 100, neighbours=True).has_neighbours
+    seeds_without_peers = [seed for seed in SEEDS if not simulate(seed, 25, neighbours=True).counters["pages_shared"]]
+    # A short run may end before a prompt is in host memory.
+    assert len(seeds_without_peers) < len(SEEDS) / 2, seeds_without_peers
+
+
 def test_some_seeds_of_a_campaign_have_other_workers() -> None:
     drawn = sum(has_neighbours(seed) for seed in range(200))
     assert 20 < drawn < 100
