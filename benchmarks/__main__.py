@@ -148,6 +148,15 @@ def first_rounds(
     os.execv(sys.executable, command)
 
 
+@app.command("cache-peers")
+def cache_peers(
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """Restore the same prompts from another decode worker and from prefill, by turns. Takes one minute."""
+    command = [sys.executable, "-m", "benchmarks.cache_peers", "--json", str(json or os.devnull)]
+    os.execv(sys.executable, command)
+
+
 @app.command()
 def tiers(
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",

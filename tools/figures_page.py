@@ -449,12 +449,40 @@ def _sglang_long(report: Mapping[str, Any]) -> str:
     )
 
 
+def cache_peers_table() -> str:
+    """Return bytes and time of the same prompts from another decode worker and from prefill."""
+    report = _read("cache_peers.json")
+    if report is None:
+        return "No run was kept."
+    cells = {(one["tokens"], one["source"]): one for one in report["figures"]["cells"]}
+    count = len(report["figures"]["cells"][0]["ready_s"])
+    rows = [
+        [
+            f"{tokens:,}",
+            *(f"{cells[tokens, source]['bytes'] / MIB:.1f}" for source in ("peer", "transfer")),
+            *(f"{1e3 * median(cells[tokens, source]['ready_s']):.1f}" for source in ("peer", "transfer")),
+        ]
+        for tokens in sorted({tokens for tokens, _ in cells})
+    ]
+    return "\n".join(
+        [
+            f"{_command(report)}: {count} restores of each prompt from each source, by turns. Prefill had computed the "
+            "prompts before, and only sends; what a peer sends goes by way of host memory:",
+            "",
+            "| tokens | MiB from the peer | MiB from prefill | ms to READY from the peer, p50 | from prefill, p50 |",
+            "|---:|---:|---:|---:|---:|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_table,
     "docs/gpu.md": gpu_table,
     "docs/sglang.md": sglang_table,
     "docs/vllm-handover.md": handover_table,
     "docs/vllm.md": vllm_table,
+    "docs/when-a-worker-goes-away.md": cache_peers_table,
     "examples/fleet/README.md": fleet_table,
 }
 """The table of each page, by its path in the checkout."""
