@@ -44,8 +44,8 @@ def request_fields(request: Request) -> dict[str, object]:
     }
 
 
-class Story:
-    """A live request: the context of its caller, and how long it has waited in which state."""
+class LoggedRequest:
+    """A live request in the log: the context of its caller, and how long it has waited in each state."""
 
     __slots__ = ("_arrived_at_s", "_context", "_since_s", "_state", "_waits_s")
 
@@ -61,8 +61,8 @@ class Story:
             self._waits_s[self._state] = self._waits_s.get(self._state, 0.0) + at_s - self._since_s
         self._state, self._since_s = state, at_s
 
-    def tell(self, log: EngineLog, what: str, **fields: object) -> None:
-        """Log what has become of the request, with its caller's trace id if that has one."""
+    def log(self, log: EngineLog, what: str, **fields: object) -> None:
+        """Log the request's arrival or end, with its caller's trace id if that has one."""
         # A copy: a context cannot be entered twice, and the caller may be in it.
         self._context.copy().run(log.info, what, **fields)
 
@@ -83,7 +83,7 @@ class CoreLog:
         self.context_of: Callable[[str], Context] = lambda request_id: Context()
         """Returns the context of the caller of a request that arrives."""
         self._log = engine_log(name, instance=instance) if instance else engine_log(name)
-        self._stories: dict[str, Story] = {}
+        self._requests: dict[str, LoggedRequest] = {}
         self._is_silent = False
         """Records of requests are not made any more: the application's configuration raises."""
         self.follow(core)
@@ -91,57 +91,57 @@ class CoreLog:
     def follow(self, core: Core) -> None:
         """Log of this core from now on; it has taken no event."""
         self._core = core
-        self._stories.clear()
+        self._requests.clear()
         self._breaker_is_open = False
         core.state.raise_watchers.append(self._note_raise)
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """Log the requests that arrived and ended by the core's last step, at level info."""
         arrived = type(event) is RequestArrived and not error and self._log.takes("info")
-        if not (arrived or self._stories) or self._is_silent:
+        if not (arrived or self._requests) or self._is_silent:
             return
         try:
             if arrived:
                 assert isinstance(event, RequestArrived)
                 self._note_arrival(event)
             for request_id, state in self._core.moves:
-                if (story := self._stories.get(request_id)) is not None:
-                    story.move(state._value_, event.at_s)
+                if (request := self._requests.get(request_id)) is not None:
+                    request.move(state._value_, event.at_s)
             for command in given:
                 if isinstance(command, ENDS):
                     self._note_end(command, event.at_s)
         except Exception as raised:
             # A processor or a renderer of the application. It must not end the engine, whose watcher this is.
             self._is_silent = True
-            self._stories.clear()
+            self._requests.clear()
             fallback = logging.getLogger(self._log.name)
             fallback.error("the log's configuration raised: requests are not logged any more", exc_info=raised)
 
     def _note_arrival(self, event: RequestArrived) -> None:
-        story = self._stories[event.request_id] = Story(self.context_of(event.request_id), at_s=event.at_s)
+        request = self._requests[event.request_id] = LoggedRequest(self.context_of(event.request_id), at_s=event.at_s)
         fields = {"request_id": event.request_id, "tokens": event.prompt_tokens, "prefills": list(event.prefills)}
-        story.tell(self._log, "a request arrived", **fields)
+        request.log(self._log, "a request arrived", **fields)
 
     def _note_end(self, command: End, at_s: float) -> None:
-        story = self._stories.get(command.request_id)
-        if story is None:
+        request = self._requests.get(command.request_id)
+        if request is None:
             return
         log = self._log.bind(request_id=command.request_id)
         if isinstance(command, ReportReady):
-            story.tell(log, "a request is ready", sources=command.sources, **story.waits(at_s))
+            request.log(log, "a request is ready", sources=command.sources, **request.waits(at_s))
             return
-        del self._stories[command.request_id]
+        del self._requests[command.request_id]
         if isinstance(command, ReportRestored):
             fields = {"tokens_in_place": command.restored_tokens, "cause": command.cause, "sources": command.sources}
-            story.tell(log, "a request was restored", **fields, **story.waits(at_s))
+            request.log(log, "a request was restored", **fields, **request.waits(at_s))
         elif isinstance(command, ReportFailed):
-            story.tell(log, "a request failed", cause=command.cause, **story.waits(at_s))
+            request.log(log, "a request failed", cause=command.cause, **request.waits(at_s))
         elif isinstance(command, ReportFinished):
-            story.tell(log, "a request has finished", pages_new_in_cache=command.inserted, **story.waits(at_s))
+            request.log(log, "a request has finished", pages_new_in_cache=command.inserted, **request.waits(at_s))
         elif isinstance(command, ReportRetracted):
-            story.tell(log, "a request was retracted", pages_held=command.held_pages, **story.waits(at_s))
+            request.log(log, "a request was retracted", pages_held=command.held_pages, **request.waits(at_s))
         else:
-            story.tell(log, "a request was aborted after it had been ready", **story.waits(at_s))
+            request.log(log, "a request was aborted after it had been ready", **request.waits(at_s))
 
     def of_command(self, command: Command) -> EngineLog:
         """Return a logger with the command, and with the fields of its request if it is of one that lives."""

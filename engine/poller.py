@@ -38,20 +38,20 @@ from tidekv.transports.base import Ended, StreamTurn, TransferStream
 
 
 class Wakeup:
-    """Wakes one thread. Exactly one thread rings and one thread waits."""
+    """Wakes one thread. Exactly one thread signals and one thread waits."""
 
     def __init__(self) -> None:
         self._silence = threading.Lock()
         self._silence.acquire()
 
-    def ring(self) -> None:
+    def signal(self) -> None:
         """Wake the consumer, or make its next wait return at once."""
-        # Only this thread releases the lock. If it is free, an earlier ring has not been consumed yet and suffices.
+        # Only this thread releases the lock. If it is free, an earlier signal has not been consumed yet and suffices.
         if self._silence.locked():
             self._silence.release()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until the bell rings, or at once if it rang since the last wait, at most for the timeout."""
+        """Sleep until the next signal, at most for the timeout. Return at once if one came since the last wait."""
         self._silence.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
@@ -140,7 +140,7 @@ class PollerThread:
         """Start an operation and drive it to its end; see `tidekv.backends.base.Poller`. EngineClosed after `close`."""
         flight = _Flight(pollable, self._begin(), pollable.rounds)
         self._new.append(flight)
-        self._wakeup.ring()
+        self._wakeup.signal()
         return flight.future
 
     def drive(self, stream: TransferStream) -> StreamDrive:
@@ -160,7 +160,7 @@ class PollerThread:
         if not self._closing:
             self._closing = True
             self._new.append(_Stop(time.monotonic() + timeout_s))
-            self._wakeup.ring()
+            self._wakeup.signal()
         await asyncio.wait([self._stopped], timeout=timeout_s + STUCK_S)
         if self._stopped.done():
             self._thread.join()
@@ -250,7 +250,7 @@ class PollerThread:
     def _take(self, pause_s: float) -> tuple[bool, _Stop | None]:
         """Wait up to `pause_s` for a new item, then post new operations for one turn. True first if there were any."""
         if pause_s == math.inf:
-            # The bell may ring for an item that was already taken: that starts no round.
+            # A signal may be for an item that was already taken: that starts no round.
             while not self._new:
                 self._wakeup.wait()
         elif pause_s > 0 and not self._new:
@@ -376,7 +376,7 @@ class StreamDrive:
         if not self.is_driven:
             self.is_driven = True
             self._poller._new.append(self)
-        self._poller._wakeup.ring()
+        self._poller._wakeup.signal()
 
     @property
     def is_empty(self) -> bool:

@@ -406,7 +406,7 @@ class CoreState:
             heapq.heappush(self._deadlines, (at_s, self._deadline_number, waiting, op))
 
     def next_step_s(self) -> float:
-        """Return a time that has not come in this step, and has in the next one that the clock causes."""
+        """Return the earliest time after this step: a deadline at it is due in the next step that the clock causes."""
         return nextafter(self.now_s, float("inf"))
 
     def next_deadline_s(self) -> float | None:

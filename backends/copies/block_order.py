@@ -34,7 +34,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class PagedBlocks:
-    """KV tensors of all layers of one worker. Calls move whole batches, in the stream current in the caller."""
+    """KV tensors of all layers of one worker. Calls move whole batches, in the current stream of the caller."""
 
     def __init__(
         self,

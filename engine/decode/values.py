@@ -115,7 +115,7 @@ class DecodeRequest:
 
     @property
     def prefills(self) -> tuple[str, ...]:
-        """The addresses to try, in order."""
+        """Addresses of the prefill workers to try, in order."""
         return (self.prefill,) if isinstance(self.prefill, str) else tuple(self.prefill)
 
 

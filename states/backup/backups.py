@@ -98,17 +98,17 @@ class Backup:
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
         self.renews = False
-        """Whether it puts only what storage is believed to have."""
+        """Whether it writes only what storage is believed to have."""
         self.first = 0
         """First page of the copy to the host."""
         self.unmarked = 0
-        """Number of pages of the put that storage is not believed to have."""
+        """Number of pages of the write that storage is not believed to have."""
         self.op = 0
         self.host_pages: PageIds = page_ids()
         self.storing = False
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Continue with the put after a copy; end after a put."""
+        """Continue with the write to storage after a copy; end after the write."""
         if self.storing:
             self._backups.stored(self, self._backups.storage.put_ended(event), event)
             if isinstance(event, PagesStored) and event.intact is not None:
@@ -117,7 +117,7 @@ class Backup:
             self._backups.copied(self, error)
 
     def late(self) -> None:
-        """Start a put that still waits for fetches; count a copy or put in flight as late."""
+        """Start a write that still waits for fetches; count a copy or write in flight as late."""
         self._backups.is_late(self)
 
     def abandon(self) -> None:

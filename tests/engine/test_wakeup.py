@@ -1,4 +1,4 @@
-"""The bell: whatever is put before it rings is found by the waiting thread, in any order of the two."""
+"""The wake-up: whatever is put before its signal is found by the waiting thread, in any order of the two."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections import deque
 from tidekv.engine.poller import Wakeup
 
 
-def test_a_ring_before_the_wait_is_kept_once() -> None:
+def test_a_signal_before_the_wait_is_kept_once() -> None:
     wakeup = Wakeup()
-    wakeup.ring()
-    wakeup.ring()
+    wakeup.signal()
+    wakeup.signal()
     wakeup.wait()
     wakeup.wait(0)
-    wakeup.ring()
+    wakeup.signal()
     wakeup.wait()
 
 
-def test_nothing_that_was_put_before_a_ring_is_missed() -> None:
+def test_nothing_that_was_put_before_a_signal_is_missed() -> None:
     wakeup, put = Wakeup(), deque[int]()
     taken: list[int] = []
 
@@ -33,6 +33,6 @@ def test_nothing_that_was_put_before_a_ring_is_missed() -> None:
     thread.start()
     for number in range(20_000):
         put.append(number)
-        wakeup.ring()
+        wakeup.signal()
     thread.join()
     assert taken == list(range(20_000))

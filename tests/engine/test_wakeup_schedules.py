@@ -1,8 +1,9 @@
-"""Every order in which two threads can take their steps: what is put before a ring is never left behind a sleeper.
+"""Every order in which two threads can take their steps: what is put before a signal is never left behind a sleeper.
 
-The code that runs is the real one: the bell, and how the polling thread takes what is new. Its lock and its queue are
-stand-ins that stop before each of their calls, each of which is one step under the interpreter's lock, until it is that
-worker's turn. All orders are gone through, depth first: each run repeats a prefix and continues with a runnable worker.
+The code that runs is the real one: the wake-up, and how the polling thread takes what is new. Its lock and its queue
+are stand-ins that stop before each of their calls, each of which is one step under the interpreter's lock, until it is
+that worker's turn. All orders are gone through, depth first: each run repeats a prefix and continues with a runnable
+worker.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Schedule:
 
 
 class StepLock:
-    """A lock that is taken from the beginning, as the bell's."""
+    """A lock that is taken from the beginning, as the wake-up's."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -144,12 +145,12 @@ def one_run(
 def put_and_ring(wakeup: Wakeup, put: Callable[[], None]) -> None:
     """As `PollerThread.submit` does."""
     put()
-    wakeup.ring()
+    wakeup.signal()
 
 
 def ring_and_put(wakeup: Wakeup, put: Callable[[], None]) -> None:
     """What would lose one."""
-    wakeup.ring()
+    wakeup.signal()
     put()
 
 
@@ -186,7 +187,7 @@ def test_a_sleeper_without_a_timeout_finds_all_of_two_in_every_order() -> None:
     assert stuck == 0
 
 
-def test_a_ring_before_what_it_is_for_would_be_found_out() -> None:
+def test_a_signal_before_what_it_is_for_would_be_found_out() -> None:
     _, stuck = all_runs(items=1, pause_s=math.inf, ring=ring_and_put)
     assert stuck > 0
 

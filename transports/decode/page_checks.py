@@ -43,7 +43,7 @@ class Destinations(msgspec.Struct):
 
     @property
     def messages_max(self) -> int:
-        """Maximum messages about the room: a chunk and a Staged for each page, one chunk more a span, and others."""
+        """Maximum messages about the room: two for each page (Chunk, Staged) and each span, and OTHER_MESSAGES_MAX."""
         pages = sum(len(pages) for _, pages in self.spans.values())
         return 2 * pages + 2 * len(self.spans) + OTHER_MESSAGES_MAX
 

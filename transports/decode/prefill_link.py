@@ -38,7 +38,7 @@ Part = TypeVar("Part")
 class LinkOwner(Protocol[Part]):
     """Callbacks of a link's owner. Called on the loop."""
 
-    def link_offended(self, link: PrefillLink[Part]) -> None:
+    def link_violated(self, link: PrefillLink[Part]) -> None:
         """The peer broke the protocol; `link_refused` or `link_lost` follows."""
         ...
 
@@ -255,7 +255,7 @@ class PrefillLink(Generic[Part]):
 
     def _report_violation(self, error: TidekvError) -> None:
         if is_violation(error):
-            self._owner.link_offended(self)
+            self._owner.link_violated(self)
 
     def _lose(self, cause: str) -> None:
         if not self._is_lost:

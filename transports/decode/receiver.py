@@ -323,7 +323,7 @@ class Receiver:
             **self.counts,
         }
 
-    def link_offended(self, link: PrefillLink[RankLink]) -> None:
+    def link_violated(self, link: PrefillLink[RankLink]) -> None:
         """See `LinkOwner`."""
         self.counts["links_broken"] += 1
         self._peer_backoff.note(link.address)
