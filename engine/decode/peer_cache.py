@@ -8,13 +8,14 @@ them go. It decides nothing about pages.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.log import engine_log
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause
 from tidekv.states.types import FULL
+from tidekv.transports.control.addresses import dialable
 from tidekv.transports.decode.peer_reads import PeerReads
 from tidekv.transports.prefill.room_writer import RoomCallbacks
 from tidekv.transports.prefill.sender import Sender
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from tidekv.transports.prefill.prefill_room import Room
 
 LOG = engine_log("tidekv.engine")
-ANY_INTERFACE: Final = ("", "0.0.0.0", "[::]", "::")
 
 
 def check_peers(
@@ -140,8 +140,7 @@ class PeerCache:
     @property
     def announced(self) -> str:
         """The address that prefill is told; empty if peers do not read, or listening at all interfaces says none."""
-        address = self.address or ""
-        return "" if address.rpartition(":")[0] in ANY_INTERFACE else address
+        return dialable(self.address or "")
 
     async def stop_sharing(self) -> None:
         """End all reads of peers, and wait for their writes; then the core has all its pages back."""

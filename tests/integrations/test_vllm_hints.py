@@ -10,18 +10,20 @@ from typing import Any  # vLLM's objects are not typed here.
 import msgspec
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.vllm_contract import BLOCK, configs_of, upon_contract
 from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of, started_vllms
 from tests.support.waits import LIMIT_S
-from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of
+from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of, tokens_at_peer
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
-from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler
+from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler, LookUps
 from tidekv.engine.integrations.vllm.handover.settings import read_handover
 from tidekv.states.errors import InvalidConfig
 from tidekv.transports.control.addresses import Dials
 
 PROMPT = [*range(100, 100 + 4 * BLOCK), 1, 2]
 PLACES = [7, 3, 11, 2, 5]
+OTHERS = [12, 13, 14, 15, 16, 17]
 
 
 class KvHintAction(msgspec.Struct, frozen=True):
@@ -159,6 +161,74 @@ def test_decode_restores_from_the_peer_that_a_request_or_the_options_name(
         assert (second.counts["restore_tokens_peer"], second.counts["restore_tokens_transfer"]) == (4 * BLOCK, 2)
         assert set(second.counts) <= set(HANDOVER_COUNTS)
         prefill.step_until(lambda: len(prefill.freed) == 2)
+
+
+@pytest.mark.parametrize("ends", ["whole", "flushed", "killed", "not allowed"])
+def test_prefill_reads_the_turn_before_from_decode_and_computes_the_rest(
+    ends: str, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
+    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
+
+    def engine(**more: object) -> dict[str, object]:
+        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
+
+    with started_vllms(connector, monkeypatch) as start:
+        listen = free_address()
+        allow = ["127.0.0.1:1"] if ends == "not allowed" else ["127.0.0.1:*"]
+        prefill = start("kv_both", engine=engine(allow=allow))
+        decode = start("kv_consumer", engine=engine(listen=listen))
+        assert prefill.add(request_of("p", PROMPT, {"do_remote_decode": True}), PLACES) == 0
+        decode.add(request_of("d", PROMPT, prefill.answer("p", chunk=100)), PLACES)
+        decode.step_until(lambda: decode.loaded)
+        decode.compute("d", chunk=100)
+        held, named = decode.finish("d")
+        host, _, port = listen.rpartition(":")
+        source = {"remote_host": host, "remote_port": int(port), "tokens": 4 * BLOCK}
+        assert (held, named) == (True, {"remote_kv_source": source})
+        decode.step_until(lambda: decode.freed)
+        prefill.step_until(lambda: prefill.freed)
+        at_decode = decode.worker.connector_worker.decodes[0].engine
+        at_decode.wait_settled()
+        if ends == "flushed":
+            at_decode.flush(("l2",))
+        elif ends == "killed":
+            decode.close()
+
+        # The next turn: prefill has nothing of it any more, its first block was never in its host memory.
+        turn = [*PROMPT[: 4 * BLOCK], *range(500, 500 + BLOCK + 3)]
+        prefill.overwrite(PLACES)
+        params = {"do_remote_decode": True, **named}
+        assert prefill.add(request_of("q", turn, params), OTHERS[:4]) == 4 * BLOCK
+        prefill.step_until(lambda: "q" in prefill.loaded)
+        prefill.tables["q"] = OTHERS
+        had = 4 * BLOCK if ends == "whole" else 0
+        assert prefill.counts.get("restore_tokens_peer", 0) == had
+        assert prefill.invalid == (set() if had else set(OTHERS[:4]))
+        prefill.requests["q"].num_computed_tokens = had
+        prefill.step({"q": len(turn) - had})
+        assert prefill.holds("q", turn)
+        held, answer = prefill.finish("q")
+        assert held and answer is not None
+        # What decode gets is right, whoever has computed it.
+        second = start("kv_consumer", engine=engine())
+        second.add(request_of("e", turn, answer), [*PLACES, 9])
+        second.step_until(lambda: second.loaded)
+        assert second.holds("e", turn)
+        prefill.step_until(lambda: len(prefill.freed) == 2)
+        # Nothing of a request that prefill has handed over is remembered.
+        scheduler = prefill.scheduler.connector_scheduler.decode
+        assert not scheduler._claimed and not scheduler._computed and not scheduler._lookups._answers
+
+
+def test_only_a_number_of_tokens_at_a_peer_that_may_be_asked_is_claimed() -> None:
+    for tokens, found in ((48, 48), (0, 0), (-3, 0), ("48", 0), (None, 0)):
+        request = request_of("r", PROMPT, {"remote_kv_source": {"remote_host": "a", "tokens": tokens}})
+        assert tokens_at_peer(request) == found
+        assert LookUps(1, 0.0, peers=True).at_peer(request) == found
+        assert LookUps(1, 0.0).at_peer(request) == 0
+    assert tokens_at_peer(request_of("r", PROMPT, {"remote_kv_source": 3})) == 0
+    assert tokens_at_peer(request_of("r", PROMPT, None)) == 0
 
 
 def test_peers_of_a_vllm_in_several_ranks_are_refused_by_name() -> None:

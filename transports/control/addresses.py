@@ -34,6 +34,12 @@ def format_address(host: str, port: int) -> str:
     return f"{place}:{port}"
 
 
+def dialable(address: str) -> str:
+    """Return an address at which a listener can be dialled; empty if it does not say: port 0, or all interfaces."""
+    host, _, port = address.rpartition(":")
+    return "" if port == "0" or host in ("", "0.0.0.0", "[::]") else address
+
+
 async def is_loopback(address: str) -> bool:
     """Whether `address` ("host:port") can be reached from this machine only.
 

@@ -13,6 +13,9 @@ from typing import Any, Final  # vLLM's requests are not typed here: tests and t
 
 import msgspec
 
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import host_and_port
+
 TARGETS: Final = ("token_ids", "block_hashes", "session")
 AT_THE_END: Final = ("kv.pin", "kv.retain", "kv.demote")
 """Actions on pages that the request itself brings to host memory, when it ends."""
@@ -60,6 +63,19 @@ def fetches_of(request: Any) -> Envelope | None:
             {"action_id": "remote_kv_source", "action_type": FETCH, "action_version": "1.0", "payload": payload}
         )
     return {"protocol_version": "0.1", "message_id": "", **given, "actions": actions} if actions else None
+
+
+def tokens_at_peer(request: Any) -> int:
+    """Return how many tokens of its prompt a request says to be in the host memory that `remote_kv_source` names."""
+    source = (request.kv_transfer_params or {}).get("remote_kv_source")
+    tokens = source.get("tokens") if isinstance(source, Mapping) else None
+    return tokens if isinstance(tokens, int) and tokens > 0 else 0
+
+
+def source_at(address: str, tokens: int) -> dict[str, Any]:
+    """Return the parameters by which a later request names that so many of its tokens are in host memory here."""
+    host, port = host_and_port(address, "listen", InvalidConfig)
+    return {"remote_kv_source": {"remote_host": host, "remote_port": port, "tokens": tokens}}
 
 
 def _with_target(action: Any, request: Any, namespace: str) -> tuple[Any, bool]:

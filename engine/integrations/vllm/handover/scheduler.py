@@ -12,6 +12,11 @@ A request says what it wants in `kv_transfer_params`:
     {"do_remote_decode": true, "room": …}                    to prefill; without a room it names one
     {"do_remote_prefill": true, "prefill": …, "room": …}     to decode; the answer of prefill has this form
 
+The answer of a decode worker that shares its host memory says how much of prompt and answer it keeps there. The next
+turn brings that to a prefill that also receives, which restores these tokens and computes the rest:
+
+    {"remote_kv_source": {"remote_host": …, "remote_port": …, "tokens": …}}
+
 With tensor parallelism, "prefill" has the addresses of all ranks, separated by commas.
 
 It reads vLLM's requests. It changes them in one case: with windows or states prefill computes a prompt without its last
@@ -35,7 +40,7 @@ from uuid import uuid4
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.decode.values import PRIORITY_MAX
 from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, Table
-from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of
+from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of, source_at, tokens_at_peer
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     BlockNames,
@@ -138,9 +143,14 @@ class _LiveRestores:
 
 
 class LookUps:
-    """Look-ups of prompts that name no prefill, in host memory and storage of all ranks."""
+    """Look-ups of prompts that name no prefill, in host memory and storage of all ranks, and what such a prompt says to
+    be at a peer. `peers`: whether peers may be asked.
+    """
 
-    def __init__(self, ranks: int, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ranks: int, timeout_s: float, *, peers: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers = peers
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._clock = clock
@@ -172,6 +182,10 @@ class LookUps:
         if len(answers) == self._ranks:
             return min(answers)
         return None if self._clock() - self._asked_at_s[request_id] < self._timeout_s else 0
+
+    def at_peer(self, request: Any) -> int:
+        """Return how many tokens of a prompt the request says to be at a peer; 0 if that is not asked."""
+        return tokens_at_peer(request) if self._peers else 0
 
     def forget(self, request_id: str) -> None:
         """Forget a request."""
@@ -339,13 +353,22 @@ class DecodeScheduler:
         """Have the workers publish all blocks again."""
         self._jobs.publishes_again = True
 
-    def finished(self, request: Any, table: Table) -> bool:
-        """End a request. True: its full blocks are offered, and vLLM holds them.
+    def forget(self, request: Any) -> None:
+        """Forget a request that has ended, and whose blocks are held for another end."""
+        request_id = request.request_id
+        self._late_hints.pop(request_id, None)
+        self._computed.pop(request_id, None)
+        self._claimed.discard(request_id)
+        self._live.forget(request_id)
+        self._lookups.forget(request_id)
+
+    def finished(self, request: Any, table: Table) -> int:
+        """End a request. Returns how many tokens are offered, in full blocks, which vLLM holds.
 
         If a restore is still under way it is aborted, and vLLM holds the blocks by itself until that has ended.
         """
         request_id, size = request.request_id, self._block_size
-        hints = self._late_hints.pop(request_id, None)
+        hints = self._late_hints.get(request_id)
         if (
             _names_room(request)
             and request_id not in self._claimed
@@ -353,18 +376,15 @@ class DecodeScheduler:
         ):
             # Aborted before it was asked for, perhaps while it waited for an equal prompt.
             self._decline(request)
-        self._computed.pop(request_id, None)
-        self._claimed.discard(request_id)
-        self._live.forget(request_id)
-        self._lookups.forget(request_id)
+        self.forget(request)
         if request_id in self._loading:
             self._jobs.aborted.append(request_id)
             self._loading.discard(request_id)
-            return False
+            return 0
         blocks = table[self._groups.full]
         full = min(int(request.num_computed_tokens) // size, int(request.num_tokens) // size, len(blocks))
         if not full or not is_of_tokens(request):
-            return False
+            return 0
         # With pairs the last block is named once the token after it is known, for which its draft was computed.
         tokens = pack_tokens(request.all_token_ids[: full * size + self._groups.bigram_keys])
         self._jobs.offers.append(
@@ -378,28 +398,31 @@ class DecodeScheduler:
                 hints,
             )
         )
-        return True
+        return full * size
 
     def _look_up(self, request: Any) -> None:
         # vLLM computes the last token in any case.
         blocks = (int(request.num_prompt_tokens) - 1) // self._block_size
-        if (
-            not self._lookups.is_on
-            or not self._groups.can_look_up
-            or blocks * self._block_size <= self._recompute_threshold
-            or request.skip_reading_prefix_cache
-            or not is_of_tokens(request)
-        ):
+        is_short = blocks * self._block_size <= self._recompute_threshold
+        if not self._lookups.is_on or is_short or not self._may_be_restored(request):
             return
         self._lookups.ask(request.request_id)
         tokens = pack_tokens(request.prompt_token_ids[: blocks * self._block_size])
         self._jobs.lookups.append(LookUpJob(request.request_id, tokens, namespace_of(request, self._reset_salt)))
 
+    def _may_be_restored(self, request: Any) -> bool:
+        """Whether a prompt without a prefill may be restored at all."""
+        return self._groups.can_look_up and not request.skip_reading_prefix_cache and is_of_tokens(request)
+
     def _found(self, request: Any, computed: int) -> int | None:
-        """Return the tokens behind `computed` that host memory and storage have, if they are worth a restore."""
+        """Return the tokens behind `computed` that host memory and storage have, or a peer is said to have, if they are
+        worth a restore.
+        """
         found = self._lookups.found(request.request_id)
         if found is None:
             return None
+        if self._may_be_restored(request):
+            found = max(found, min(self._lookups.at_peer(request), int(request.num_prompt_tokens) - 1))
         found -= found % self._block_size
         if found <= computed or computes_rest(found - computed, threshold=self._recompute_threshold):
             return 0
@@ -567,7 +590,11 @@ class HandoverScheduler:
                 handover.settings.recompute_threshold,
                 naming,
                 handover.groups,
-                LookUps(handover.ranks, handover.settings.lookup_timeout_s),
+                LookUps(
+                    handover.ranks,
+                    handover.settings.lookup_timeout_s,
+                    peers=handover.settings.engine.cache_peers.enabled,
+                ),
             )
             if handover.receives
             else None
@@ -575,6 +602,8 @@ class HandoverScheduler:
         self.prefill = (
             PrefillScheduler(handover.block_size, handover.settings.listen, handover.groups) if handover.sends else None
         )
+
+        self._shares_at = handover.shares_at
 
     def listening(self, addresses: Mapping[int, str]) -> None:
         """Take the addresses of the prefill workers, by rank."""
@@ -623,9 +652,13 @@ class HandoverScheduler:
     def finished(self, request: Any, table: Table) -> tuple[bool, dict[str, Any] | None]:
         """End a request. True: vLLM holds its blocks until decode has received them, or they are in host memory."""
         held, params = (False, None) if self.prefill is None else self.prefill.finished(request.request_id)
-        if self.decode is not None and not held:
-            held = self.decode.finished(request, table)
-        return held, params
+        if self.decode is None:
+            return held, params
+        if held:
+            self.decode.forget(request)
+            return held, params
+        offered = self.decode.finished(request, table)
+        return bool(offered), source_at(self._shares_at, offered) if offered and self._shares_at else None
 
     def take_counts(self) -> dict[str, int]:
         """Return nothing: the workers count."""

@@ -21,7 +21,7 @@ from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_gr
 from tidekv.engine.integrations.vllm.settings import DRAFTS_WITHOUT_KV, HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import Count, PositiveCount, SecondsOrZero, host_and_port
-from tidekv.transports.control.addresses import Dials
+from tidekv.transports.control.addresses import Dials, dialable
 
 WHERE: Final = f"{HINT}.handover"
 LAST_PORT: Final = 65_535
@@ -123,6 +123,11 @@ class Handover:
             if options.listen is None
             else msgspec.structs.replace(options, listen=self._own_port(options.listen))
         )
+
+    @property
+    def shares_at(self) -> str:
+        """Where others read the host memory of this worker, if it is known before it listens; otherwise empty."""
+        return dialable(self.cache_peers.listen or "")
 
     def _own_port(self, address: str) -> str:
         host, _, port = address.rpartition(":")
