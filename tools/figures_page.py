@@ -428,12 +428,15 @@ def _sglang_faults(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def _clients_got(one: Mapping[str, Any]) -> str:
     wrong, lost = len(one["wrong"]), len(one["lost"])
     errors = sum(one["http_errors"].values())
+    # Of requests that were served without a repetition.
+    longest_s = max(s for turn in one["first_token_s"].values() for s in turn)
     counts = {
         f"{one['answers'] - wrong} right": True,
         f"**{wrong} wrong**": wrong,
         f"**{lost} lost**": lost,
         f"**{errors} HTTP errors**": errors,
         "**pages held**": any(one["held"].values()),
+        f"first tokens within {longest_s:.1f} s": True,
     }
     return ", ".join(words for words, is_said in counts.items() if is_said)
 

@@ -128,8 +128,16 @@ def test_a_row_is_shown_if_a_program_has_written_its_file(tmp_path: Path, monkey
 
 def test_faults_of_several_runs_are_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(file: str, fault: str, variant: str, **changes: object) -> None:
-        one = {"fault": fault, "what": f"{fault} strikes", "variant": variant, "answers": 24, "wrong": [], "lost": {}}
-        figures = [{**one, "http_errors": {}, "held": {"decode-0": 0.0}, **changes}]
+        one: dict[str, object] = {
+            "fault": fault,
+            "what": f"{fault} strikes",
+            "variant": variant,
+            "answers": 24,
+            "wrong": [],
+            "lost": {},
+        }
+        one |= {"http_errors": {}, "held": {"decode-0": 0.0}, "first_token_s": {"0": [0.1, 0.2], "1": [0.3]}}
+        figures = [{**one, **changes}]
         told = {"command": f"faults {file}", "date": "2026-01-01", "commit": "abc", "machine": "m"}
         (tmp_path / file).write_text(json.dumps({"about": told, "figures": figures}))
 
@@ -140,6 +148,7 @@ def test_faults_of_several_runs_are_one_table(tmp_path: Path, monkeypatch: pytes
     assert figures_page.sglang_table().splitlines()[-4:] == [
         "| fault | tidekv | HiCache, L2 | HiCache, L2 and file |",
         "|---|---|---|---|",
-        "| `kill`: kill strikes | 24 right | 24 right, **3 HTTP errors**, **pages held** | - |",
-        "| `damage`: damage strikes | - | - | 23 right, **1 wrong**, **1 lost** |",
+        "| `kill`: kill strikes | 24 right, first tokens within 0.3 s | 24 right, **3 HTTP errors**, **pages held**, "
+        "first tokens within 0.3 s | - |",
+        "| `damage`: damage strikes | - | - | 23 right, **1 wrong**, **1 lost**, first tokens within 0.3 s |",
     ]
