@@ -58,6 +58,8 @@ SOLE_FACTS = ("broken", "idle", "storage", "leaving")
 (see `encode_storage`), whether all ranks want to end.
 """
 CAPACITY_MAX = 1 << 40
+ENDING = (events.FinishRequested, events.RetractRequested)
+"""Calls that end a request."""
 COMPARED = ("epoch", "turn", "slots")
 """Compared in front of the parts of the state digest."""
 
@@ -115,6 +117,8 @@ class Agreement:
         self._operations: dict[int, OperationVote | ComponentVote] = {}
         self._rooms: dict[tuple[str, int], RoomVote] = {}
         self._requests: dict[str, RequestVote] = {}
+        self._aborts: dict[str, str] = {}
+        """Causes of aborts that came between this rank's vote on an arrival and its result, by request id."""
         self._named: dict[CallName, CallVote] = {}
         self._own_calls: dict[CallName, Call] = {}
         """Calls of this rank's callers that the leader has not named."""
@@ -208,7 +212,7 @@ class Agreement:
         if (request := self._requests.get(event.request_id)) is not None:
             request.abort(self._vote_vector, event.cause)
         elif (named := self._named.get(name)) is not None:
-            named.abort(self._vote_vector)
+            named.abort(self._vote_vector, event.cause)
         elif (call := self._own_calls.pop(name, None)) is not None:
             self._unnamed = [other for other in self._unnamed if other is not call]
             self._refusals.append(Refusal(call, event.cause, "before all ranks had taken it"))
@@ -365,6 +369,8 @@ class Agreement:
                 decided += item.decide(self._vote_vector, opening.at_s)
                 if item.refusal is not None:
                     refusals.append(item.refusal)
+                elif item.abort_cause and isinstance(item.leaders, events.RequestArrived):
+                    self._aborts[item.leaders.request_id] = item.abort_cause
                 del self._named[name]
                 item.close(self._vote_vector)
         return refusals
@@ -385,7 +391,9 @@ class Agreement:
         self._state_digest.stepped(event, given)
         self.is_whole = False
         if isinstance(event, events.RequestArrived) and not error:
-            self._requests[event.request_id] = RequestVote(self._next(), self._vote_vector, event.request_id)
+            request = self._requests[event.request_id] = RequestVote(self._next(), self._vote_vector, event.request_id)
+            if cause := self._aborts.pop(event.request_id, ""):
+                request.abort(self._vote_vector, cause)
         elif isinstance(event, events.RetractRequested):
             self._close_request(event.request_id)
         for command in given:
@@ -427,6 +435,14 @@ class Agreement:
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.close(self._vote_vector)
+        # A call that not all ranks have made ends with its request: a later request of the same id would get it.
+        for kind in ENDING:
+            self._own_calls.pop((kind, request_id), None)
+            if (named := self._named.pop((kind, request_id), None)) is not None:
+                named.close(self._vote_vector)
+        self._unnamed = [
+            call for call in self._unnamed if not (isinstance(call, ENDING) and call.request_id == request_id)
+        ]
 
     def _next(self) -> int:
         self._number += 1

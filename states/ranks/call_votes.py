@@ -109,7 +109,7 @@ class CallVote:
     contents. That of the second is the negative of the latter.
     """
 
-    __slots__ = ("_content", "_is_aborted", "call", "leaders", "named_at_s", "number", "refusal", "slots")
+    __slots__ = ("abort_cause", "call", "leaders", "named_at_s", "number", "refusal", "slots")
 
     def __init__(self, number: int, vote_vector: VoteVector, leaders: Call, *, rank: int, at_s: float) -> None:
         self.number = number
@@ -119,6 +119,8 @@ class CallVote:
         self.named_at_s = at_s
         self.slots = (vote_vector.open(self, rank), vote_vector.open(self))
         self.refusal: Refusal | None = None
+        self.abort_cause = ""
+        """Why the caller on this rank aborts the call; empty if it does not."""
 
     def make(self, vote_vector: VoteVector, call: Call) -> None:
         """Record that the caller on this rank has made the call."""
@@ -127,8 +129,9 @@ class CallVote:
         vote_vector.set(self.slots[0], content)
         vote_vector.set(self.slots[1], -content)
 
-    def abort(self, vote_vector: VoteVector) -> None:
+    def abort(self, vote_vector: VoteVector, cause: str) -> None:
         """Record that the caller on this rank aborts the call."""
+        self.abort_cause = cause
         vote_vector.set(self.slots[0], ABORTED)
 
     def is_decidable(self, vote_vector: VoteVector, at_s: float, hold_s: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -38,13 +38,16 @@ class Ranks:
         self.taken: list[events.Event] = []
         self.now_s = 0.0
 
-    def turn(self) -> Decision:
-        """One turn of all ranks; the decision of rank 0, which is that of all."""
+    def turn(self, before_result: Callable[[], None] = lambda: None) -> Decision:
+        """One turn of all ranks; the decision of rank 0, which is that of all. `before_result` is called when all have
+        voted, and none knows the result.
+        """
         frame = msgspec.msgpack.encode(self.agreements[0].open_turn(self.now_s))
         for agreement in self.agreements[1:]:
             agreement.take_opening(msgspec.msgpack.decode(frame, type=Opening))
         votes = [list(agreement.cast()) for agreement in self.agreements]
         assert len({len(vote) for vote in votes}) == 1
+        before_result()
         reduced = [min(words) for words in zip(*votes, strict=True)]
         decisions = [agreement.decide(reduced) for agreement in self.agreements]
         for rank, decision in enumerate(decisions):

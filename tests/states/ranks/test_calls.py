@@ -104,6 +104,36 @@ def test_a_caller_that_gives_up_before_the_leader_named_its_call_needs_no_vote(m
     assert not any(agreement.has_news for agreement in ranks.agreements)
 
 
+def test_an_abort_between_the_vote_on_an_arrival_and_its_result_is_not_lost(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn(lambda: ranks.receive(events.AbortRequested, ranks=[1], request_id="a", cause="cancelled by the caller"))
+    assert ranks.types() == ["RequestArrived"]
+    assert ranks.agreements[1].has_news
+    ranks.turn()
+    failed = ranks.take(commands.ReportFailed)
+    assert failed.cause == "cancelled by the caller"
+
+
+def test_a_finish_of_one_caller_alone_ends_with_its_request_and_not_a_later_one_of_that_id(make_ranks) -> None:
+    for made_on in (0, 1):
+        ranks = make_ranks(2)
+        ranks.make_ready()
+        ranks.receive(events.FinishRequested, ranks=[made_on], request_id="a", keys=b"abcd", tokens=4)
+        ranks.turn()
+        ranks.receive(events.AbortRequested, ranks=[1 - made_on], request_id="a")
+        ranks.turn()
+        ranks.take(commands.ReportDropped)
+        ranks.arrive(generation=500)
+        ranks.turn()
+        # The hold time of the first finish is over, and the callers of the second request finish with another text.
+        ranks.now_s = 5.0
+        ranks.turn()
+        assert all(core.request("a") is not None for core in ranks.cores)
+        assert ranks.taken == []
+        assert all(not agreement._own_calls and not agreement._named for agreement in ranks.agreements)
+
+
 def test_an_abort_by_one_caller_is_an_abort_on_all_ranks(make_ranks) -> None:
     ranks = make_ranks(3)
     ranks.make_ready()
