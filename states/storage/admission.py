@@ -354,12 +354,14 @@ class StorageAdmission(FetchSource):
 
         Without this, the first hits would have to be fetched in part, or not at all, before the rest could be. A first
         read may include a stall, or the opening of files. If it makes storage look several times slower, yet faster
-        than prefill, the plans of the first hits leave a part of their pages to prefill.
+        than prefill, the plans of the first hits leave a part of their pages to prefill. While everything is stored
+        nothing is measured: this worker goes away, and needs its host pages for what storage lacks.
         """
         state, settings = self._state, self._state.settings
         count = min(stored, MEASURED_PAGES_MAX, settings.host_pages // 2)
         is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or self._throughput.is_confirmed)
-        if is_due and self.is_usable and count * settings.page_size >= max(settings.prefetch_threshold_tokens, 1):
+        is_worth_it = count * settings.page_size >= max(settings.prefetch_threshold_tokens, 1)
+        if is_due and is_worth_it and self.is_usable and not state.is_storing:
             state.run_guarded(partial(self._measure, leaf, count), recover=lambda: None)
 
     def _measure(self, leaf: Node, count: int) -> None:

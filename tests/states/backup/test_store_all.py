@@ -76,6 +76,16 @@ def test_what_only_the_device_has_is_stored_by_way_of_the_host_hottest_first() -
     rig.expect_nothing_held()
 
 
+def test_storage_is_not_measured_meanwhile() -> None:
+    rig = back_rig(device_pages=64, host_pages=8, prefetch="soonest")
+    turn(rig, "r0", b"abcd")
+    store(rig)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    assert put_keys(rig) == [b"abcd"]
+    # A measurement takes host pages, for which what storage lacks has no other time.
+    assert not rig.take_all(commands.FetchPages)
+
+
 def test_a_path_used_again_is_hotter_than_one_that_was_inserted_later() -> None:
     rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0)
     turn(rig, "a", b"abcd")
