@@ -18,11 +18,9 @@ from typing import TypeAlias
 
 from simulation.faults import FAULTS, Chosen
 from simulation.neighbours import has_neighbours
-from simulation.rank import FAULTS as RANK_FAULTS
-from simulation.ranks import RanksFailed, RanksReport, simulate_ranks
 from simulation.simulate import Report, SimulationFailed, has_short_rests, lends_in, simulate
 
-Outcome: TypeAlias = "tuple[Report | RanksReport | str, float]"
+Outcome: TypeAlias = "tuple[Report | str, float]"
 """Report of a seed, or the text of its failure, and its CPU time in seconds."""
 
 LENT_SHARE = 0.45
@@ -39,7 +37,6 @@ class Shape:
 
     requests: int
     ranks: int
-    """0: a single core."""
     has_components: bool
     """Whether it has components in any case; otherwise the settings draw them."""
     lends: bool
@@ -50,24 +47,22 @@ def shape_of(
     seed: int, requests: int, *, ranks: int | None = None, lends: bool = False, neighbours: bool = False
 ) -> Shape:
     """Draw the shape of a seed. With `ranks` every seed runs on so many, with `lends` every seed lends, and with
-    `neighbours` every seed is of a single core, unless `ranks` says otherwise, and has other decode workers.
+    `neighbours` every seed is of one rank, unless `ranks` says otherwise, and has other decode workers.
     """
     random = Random(f"shape {seed}")
     if ranks is None and not neighbours and random.random() < RANKS_SHARE:
         ranks, requests = random.choice((2, 3, 4)), max(1, round(requests * REQUESTS_OF_RANKS))
     lends = lends or lends_in(seed, LENT_SHARE)
-    neighbours = (neighbours or has_neighbours(seed)) and not ranks
+    neighbours = (neighbours or has_neighbours(seed)) and (ranks or 1) == 1
     # Other workers share no components: a seed with them has none.
     has_components = not neighbours and (lends or not has_short_rests(seed))
-    return Shape(requests, ranks or 0, has_components, lends, neighbours)
+    return Shape(requests, ranks or 1, has_components, lends, neighbours)
 
 
 @dataclass(slots=True)
 class Campaign:
     """Sums over all seeds."""
 
-    ranks: int | None = None
-    """Ranks of every seed; None if each draws its own."""
     seeds: int = 0
     requests: int = 0
     events: int = 0
@@ -77,9 +72,9 @@ class Campaign:
     faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAULTS, 0)))
     counters: Counter[str] = field(default_factory=Counter)
     component_pages: Counter[str] = field(default_factory=Counter)
-    """Operations on components; with ranks, those of the first rank."""
+    """Operations on components, on the first rank."""
     early: Counter[str] = field(default_factory=Counter)
-    """Counts of callers that began with the first layers of their prompts; with ranks, those of the first rank."""
+    """Counts of callers that began with the first layers of their prompts, on the first rank."""
     failures: dict[int, str] = field(default_factory=dict)
     """Text of the failure of each failed seed."""
 
@@ -99,17 +94,10 @@ def run_campaign(
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
-    With `ranks`, that many cores serve each request together, and with 0 a single one; with `lends` every seed has lent
-    device pages, with `neighbours` other decode workers. Otherwise `shape_of` draws these, and a seed on several ranks
-    has fewer requests. Faults by name, or left out by name, are those of a single core.
+    With `ranks`, that many cores serve each request together; with `lends` every seed has lent device pages, with
+    `neighbours` other decode workers. Otherwise `shape_of` draws these, and a seed on several ranks has fewer requests.
     """
-    if faults not in ("all", "none") or without:
-        ranks = 0
-    campaign = Campaign(ranks=ranks)
-    if ranks:
-        campaign.faults = Counter(dict.fromkeys(RANK_FAULTS, 0))
-    elif ranks is None:
-        campaign.faults.update(dict.fromkeys(RANK_FAULTS, 0))
+    campaign = Campaign()
     began_s = time.perf_counter()
     shaped = partial(shape_of, requests=requests, ranks=ranks, lends=lends, neighbours=neighbours)
     one = partial(_run_seed, shaped=shaped, faults=faults, without=without)
@@ -126,8 +114,7 @@ def run_campaign(
             campaign.faults.update(outcome.faults)
             campaign.component_pages.update(outcome.component_pages)
             campaign.early.update(outcome.early)
-            if isinstance(outcome, Report):
-                campaign.counters.update(outcome.counters)
+            campaign.counters.update(outcome.counters)
         if progress is not None:
             progress()
     campaign.wall_s = time.perf_counter() - began_s
@@ -147,26 +134,16 @@ def _run_seed(seed: int, *, shaped: Callable[[int], Shape], faults: Chosen, with
     began_s = time.process_time()
     shape = shaped(seed)
     try:
-        outcome: Report | RanksReport | str
-        if shape.ranks:
-            outcome = simulate_ranks(
-                seed,
-                shape.ranks,
-                shape.requests,
-                with_faults=faults != "none",
-                always_components=shape.has_components,
-                lends=shape.lends,
-            )
-        else:
-            outcome = simulate(
-                seed,
-                shape.requests,
-                faults,
-                without=without,
-                always_components=shape.has_components,
-                lends=shape.lends,
-                neighbours=shape.has_neighbours,
-            )
-    except (SimulationFailed, RanksFailed) as failure:
+        outcome: Report | str = simulate(
+            seed,
+            shape.requests,
+            faults,
+            ranks=shape.ranks,
+            without=without,
+            always_components=shape.has_components,
+            lends=shape.lends,
+            neighbours=shape.has_neighbours,
+        )
+    except SimulationFailed as failure:
         outcome = str(failure)
     return outcome, time.process_time() - began_s

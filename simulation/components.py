@@ -53,15 +53,15 @@ class LiveComponents:
 class SimulatedComponents:
     """All components of one core. Without components every method is a no-op."""
 
-    def __init__(self, core: Core, contents: Contents) -> None:
+    def __init__(self, core: Core, contents: Contents, counts: Counter[str]) -> None:
+        """`counts` gets counts of operations, for tests that check what a run exercised."""
         self._settings: CoreSettings = core.settings
         self._contents = contents
         self.components = {component.name: component for component in core.settings.components}
         self.pools: dict[tuple[TierName, str], SimulatedPool] = {}
         self._lost: set[str] = set()
         """Components of which host and storage deliver nothing any more."""
-        self.counts: Counter[str] = Counter()
-        """Counts of operations, for tests that check what a run exercised."""
+        self.counts = counts
         if core.state.components is not None:
             self.pools |= {("device", name): SimulatedPool(t.pool) for name, t in core.state.components.device.items()}
             self.pools |= {("host", name): SimulatedPool(t.pool) for name, t in core.state.components.host.items()}

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from simulation.memory import LAYERS, Violation
+from simulation.surroundings import Surroundings
 from tidekv.states import events
 
 if TYPE_CHECKING:
-    from simulation.components import SimulatedComponents, Tags
-    from simulation.memory import SimulatedPool
+    from simulation.components import Tags
     from tidekv.states import commands
     from tidekv.states.component_specs import ComponentTable
-    from tidekv.states.events import Event
     from tidekv.states.types import PageIds
 
 EARLY_SHARE = 0.3
@@ -44,36 +43,11 @@ class EarlyCaller(Protocol):
     component_tags: Tags
 
 
-class EarlySurroundings(Protocol):
-    """Interface of the world, or of one rank, for callers that begin early."""
-
-    device: SimulatedPool
-    component_pages: SimulatedComponents
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        ...
-
-    def delay(self) -> float:
-        """Return the duration of an action."""
-        ...
-
-    def after(self, delay_s: float, action: Any, *arguments: Any) -> None:  # Any: as in Schedule.
-        """Schedule an action."""
-        ...
+class EarlySurroundings(Surroundings, Protocol):
+    """Interface of a rank for callers that begin early."""
 
     def early_caller(self, request_id: str) -> EarlyCaller:
         """Return the caller of a live request."""
-        ...
-
-    def tell_now(self, event: Event) -> None:
-        """Pass on an event, with the current time."""
-        ...
-
-    @property
-    def may_abort(self) -> bool:
-        """Whether callers abort between layers."""
         ...
 
     def abort_early(self, caller: EarlyCaller) -> None:
@@ -116,10 +90,6 @@ class EarlyCallers:
         """Uses whose requests are live, by request id."""
         self.counts = counts
 
-    def draw(self) -> bool:
-        """Whether the next request begins early."""
-        return self._random.random() < EARLY_REQUESTS
-
     # --- Commands of the core ---
 
     def begin(self, command: commands.ReportEarly) -> None:
@@ -128,7 +98,7 @@ class EarlyCallers:
         before = self._uses.get(command.request_id)
         if before is not None and not before.has_ended:
             raise Violation(f"{command} comes while its caller uses the pages of {before.command}")
-        is_partial = len(caller.tokens) % self._world.page_size
+        is_partial = len(caller.tokens) % self._world.settings.page_size
         writable = (command.pages[-1:] if is_partial else command.pages[:0]) + command.reserve
         use = self._uses[command.request_id] = EarlyUse(caller, command, writable)
         self._world.device.begin_use(writable, use.who)
@@ -165,7 +135,7 @@ class EarlyCallers:
         use.is_lost = True
         self.counts["lost"] += 1
         slow = 0.6 if self._random.random() < 0.1 else 0.0
-        self._world.after(self._world.delay() * 3 * self._random.random() + slow, self._end, use)
+        self._world.schedule.after(self._world.delay() * 3 * self._random.random() + slow, self._end, use)
         self._abort_soon(use.caller, share=0.3, delays=3)
 
     def ready(self, command: commands.ReportReady) -> None:
@@ -207,9 +177,9 @@ class EarlyCallers:
 
     def _abort_soon(self, caller: EarlyCaller, *, share: float, delays: int) -> None:
         """Abort within some time in this share of all cases, if aborts may strike."""
-        if self._world.may_abort and self._random.random() < share:
+        if self._world.faults.is_on("abort") and self._random.random() < share:
             wait_s = self._world.delay() * delays * self._random.random()
-            self._world.after(wait_s, self._world.abort_early, caller)
+            self._world.schedule.after(wait_s, self._world.abort_early, caller)
 
     def _end(self, use: EarlyUse) -> None:
         if not use.has_ended:
@@ -222,7 +192,7 @@ class EarlyCallers:
         """Read what is in place, from time to time, until the use has ended or the layers were lost."""
         if not use.has_ended and not use.is_lost:
             self._check(use)
-            self._world.after(self._world.delay() * 2, self._compute, use)
+            self._world.schedule.after(self._world.delay() * 2, self._compute, use)
 
     def _check(self, use: EarlyUse) -> None:
         tags = use.caller.tags + use.caller.tail

@@ -6,7 +6,8 @@ every kind enabled would never reach states that need one kind to be rare.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import copy
+from collections.abc import Collection, Iterable, Mapping
 from random import Random
 from typing import Literal
 
@@ -110,17 +111,31 @@ FAULTS: dict[str, str] = {
     "share_fails": "a read by another decode worker ends with an error",
     "share_raises": "starting a read by another decode worker raises",
     "share_is_stuck": "another decode worker reads for very long",
+    # Ranks, in runs that have several.
+    "rank_lags": "a frame, a vote, a call or an operation of one rank is late",
+    "rank_dies": "the process of one rank ends, and restarts",
+    "rank_misses_a_call": "the caller of one rank never submits a request",
+    "rank_leaves_otherwise": "the caller of one rank leaves nothing of components when its request ends",
+    "rank_holds_more": "with lent pages, the cache of one rank's host engine holds one page more of a prompt",
 }
 """Kinds of faults by name, with a description."""
 OF_LENDING = frozenset({"pages_are_not_offered"})
 """Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
 OF_NEIGHBOURS = frozenset(name for name in FAULTS if name.startswith(("neighbour_", "share_")))
 """Kinds that strike only in runs with other decode workers, which draw them from a random source of their own."""
+OF_RANKS = frozenset(name for name in FAULTS if name.startswith("rank_"))
+"""Kinds that strike only in runs on several ranks. Every other kind strikes on one of the ranks alone there, but for
+those of calls, which the callers of all ranks make.
+"""
+RARE = OF_RANKS - {"rank_lags"}
+RARELY = 0.2
+"""These end requests, a death all of them: at the rates of the other kinds the rest would hardly be exercised."""
 
 ALWAYS = frozenset({"all_is_stored", "same_id_elsewhere"})
 """Kinds that strike at every opportunity of a run that has them; nothing is drawn for them."""
 
-Chosen = Literal["all", "none"] | Iterable[str]
+Chosen = Literal["all", "none"] | Iterable[str] | Mapping[str, float]
+"""All kinds, none, or some by name; a mapping has the rate of each."""
 
 
 class Faults:
@@ -132,28 +147,35 @@ class Faults:
         chosen: Chosen,
         without: Collection[str] = (),
         *,
-        with_lending: bool = False,
-        only: Collection[str] | None = None,
+        absent: Collection[str] = (),
     ) -> None:
         """`without` names kinds that are drawn like all others but never strike, so the run is otherwise the same.
-        `only` are the kinds of another source of faults; by default those that every run may have.
+        `absent` are kinds that the run cannot have.
         """
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
         for name in (*names, *without):
             if name not in FAULTS:
                 raise unknown(name, FAULTS, "fault", InvalidConfig)
-        if not with_lending:
-            names = [name for name in names if name not in OF_LENDING]
-        names = [name for name in names if (name not in OF_NEIGHBOURS if only is None else name in only)]
+        names = [name for name in names if name not in absent]
         self._random = random
         self._without = frozenset(without)
         self.counts: dict[str, int] = dict.fromkeys(names, 0)
         share = random.choice((0.1, 0.3, 0.6, 1.0)) if chosen == "all" else 1.0
         drawn = [name for name in names if name not in ALWAYS]
         self._rates = {name: random.choice((0.002, 0.01, 0.05, 0.2)) for name in drawn if random.random() < share}
+        if given := isinstance(chosen, Mapping):
+            self._rates = {name: chosen[name] for name in drawn}
+        self._rates |= {name: self._rates[name] * RARELY for name in RARE if name in self._rates and not given}
         self._rates |= {name: 1.0 for name in names if name in ALWAYS}
         self.is_over = False
         """Set once the remaining requests must end undisturbed."""
+
+    def of_rank(self, random: Random, ranks: int) -> Faults:
+        """The same kinds for one of the ranks, which draws them for itself; together they have the same rates."""
+        ours = copy.copy(self)
+        ours._random = random
+        ours._rates = {name: rate if rate == 1.0 else rate / ranks for name, rate in self._rates.items()}
+        return ours
 
     def hits(self, name: str) -> bool:
         """Decide whether this kind strikes now, and count it."""
@@ -162,6 +184,10 @@ class Faults:
             return False
         self.counts[name] += 1
         return True
+
+    def rate(self, name: str) -> float:
+        """How often this kind strikes, for draws from another source; 0 if it does not."""
+        return 0.0 if self.is_over or name in self._without else self._rates.get(name, 0.0)
 
     def is_on(self, name: str) -> bool:
         """Whether this kind may strike in this run."""

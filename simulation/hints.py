@@ -75,6 +75,10 @@ class Orchestrator:
             raise Violation(f"{command}, but no hint waits for that")
         self._unanswered.remove(command.call)
 
+    def forget(self) -> None:
+        """Wait for no answer any more: the core has ended."""
+        self._unanswered.clear()
+
     def check_end(self) -> None:
         """Raise a Violation if a hint has no answer."""
         if self._unanswered:

@@ -7,37 +7,25 @@ write or read of the core after that is found by the simulated pool.
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from simulation.callers import ALPHABET, Caller, CallerSurroundings, draw_prompt
+from simulation.callers import ALPHABET
 from simulation.memory import Violation
 from tidekv.states import commands, events
+from tidekv.states.ranks.vote_items import LOST_RANK
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from simulation.components import SimulatedComponents, Tags
+    from simulation.callers import Caller
+    from simulation.components import SimulatedComponents
+    from simulation.rank import Rank
     from tidekv.states.settings import CoreSettings
 
 RETRY_S = 0.01
-"""Seconds after which a client without free blocks tries again."""
+"""Seconds after which a request without free blocks tries again."""
 RETRY_MAX_S = 2.0
-
-
-class LendingCaller(Protocol):
-    """Interface of the caller of a request in lent pages."""
-
-    request_id: str
-    component_tags: Tags
-    lent_components: dict[str, PageIds]
-    held: int
-
-
-class LendingSurroundings(CallerSurroundings, Protocol):
-    """Interface of the world for clients that lend device pages."""
-
-    offered_by: dict[int, LendingClient]
 
 
 class Blocks:
@@ -89,7 +77,7 @@ class ComponentBlocks:
         for name, ours in pages.items():
             self._blocks[name].free(ours)
 
-    def hold(self, caller: LendingCaller) -> None:
+    def hold(self, caller: Caller) -> None:
         """Fill the pages at positions that the host engine's cache holds."""
         for name, pages in caller.lent_components.items():
             tags = caller.component_tags[name]
@@ -98,7 +86,7 @@ class ComponentBlocks:
                 pool = self._component_pages.pools["device", name]
                 pool.put(pages[at - first], tags[at], f"the cache of {caller.request_id}")
 
-    def check(self, caller: LendingCaller, restored: int, *, is_complete: bool) -> None:
+    def check(self, caller: Caller, restored: int, *, is_complete: bool) -> None:
         """Raise a Violation unless every component can continue after `restored` pages of the prompt."""
         self.expect_quiet(caller.lent_components, caller.request_id)
         size = self._settings.page_size
@@ -132,75 +120,76 @@ class ComponentBlocks:
         return taken
 
 
-class LendingClient:
-    """Makes one request after another, each in blocks of the host engine."""
+class HostEngine:
+    """The host engine of one rank, from the start of its process on.
 
-    def __init__(
-        self,
-        world: LendingSurroundings,
-        random: Random,
-        sessions: list[tuple[str, bytes]],
-        blocks: Blocks,
-        component_blocks: ComponentBlocks,
-    ) -> None:
-        self._world = world
-        self._random = random
-        self._sessions = sessions
-        self._session = 0
-        self._blocks = blocks
-        self._component_blocks = component_blocks
+    The host engines of all ranks serve the same requests, in blocks that each draws for itself.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._blocks = Blocks(rank.settings.device_pages)
+        self._component_blocks = ComponentBlocks(rank.settings, rank.component_pages)
         self._offers: dict[int, tuple[PageIds, dict[str, PageIds], Callable[[], None]]] = {}
+        self._number = 0
+        self._waiting: set[int] = set()
 
-    def begin(self) -> None:
-        """Make the next request, unless all were made."""
-        world = self._world
-        if not world.take_arrival():
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no offer is under way."""
+        return not self._offers
+
+    def ask(self, caller: Caller, retry_s: float = RETRY_S) -> None:
+        """Lend pages for a request, as soon as enough are free."""
+        rank, script = self._rank, caller.script
+        if not rank.is_live(caller):
+            self._waiting.discard(script.number)
             return
-        self._session, namespace, tokens = draw_prompt(world, self._random, self._sessions)
-        self._ask(namespace, tokens)
-
-    def _ask(self, namespace: str, tokens: bytes, retry_s: float = RETRY_S) -> None:
-        world, random = self._world, self._random
-        lent = self._component_blocks.take(len(tokens), random)
-        pages = None if lent is None else self._blocks.take(world.settings.pages_of(len(tokens)), random)
+        if rank.is_solo:
+            # No call is taken while a rank is lost.
+            self._waiting.discard(script.number)
+            rank.end(caller, LOST_RANK)
+            return
+        self._waiting.add(script.number)
+        # In the same order on all ranks: otherwise two ranks may wait for blocks that each other's request has there.
+        is_next = script.number == min(self._waiting)
+        lent = self._component_blocks.take(len(script.tokens), rank.random) if is_next else None
+        pages = None if lent is None else self._blocks.take(rank.settings.pages_of(len(script.tokens)), rank.random)
         if lent is not None and pages is None:
             self._component_blocks.free(lent)
         if pages is None or lent is None:
-            # Later and later: a copy that hangs holds blocks for a thousand seconds.
-            later_s = min(2 * retry_s, RETRY_MAX_S) if world.settings.components else RETRY_S
-            world.schedule.after(retry_s, self._ask, namespace, tokens, later_s)
+            # Later and later: a copy that hangs holds blocks for minutes.
+            rank.schedule.after(retry_s, self.ask, caller, min(2 * retry_s, RETRY_MAX_S))
             return
-        caller = Caller(world, self, world.new_id(), tokens, namespace)
+        self._waiting.remove(script.number)
         caller.pages, caller.lent_components = pages, lent
-        # The host engine's own prefix cache has the first pages.
-        caller.held = random.choice((0, 0, random.randint(0, len(caller.tags))))
+        caller.held = self._held(caller)
         for at in range(caller.held):
-            world.device.put(pages[at], caller.tags[at], f"the cache of {caller.request_id}")
+            rank.device.put(pages[at], caller.tags[at], f"the cache of {caller.request_id}")
         self._component_blocks.hold(caller)
-        if world.faults.hits("deadline"):
-            caller.deadline_at_s = world.now_s + random.choice((0.0, 0.01, 0.05, 0.2))
-        caller.prefills = random.sample(range(len(world.peers)), k=random.randint(1, len(world.peers)))
-        world.arrive(caller, cache=not world.faults.hits("no_cache"), priority=random.choice((0, 0, 0, 1, 5)))
-        if world.faults.hits("abort_at_once"):
-            world.schedule.after(0.0, self.abort, caller)
-        elif world.faults.hits("abort"):
-            world.schedule.after(random.choice((0.002, 0.01, 0.05, 0.2)) * random.random(), self.abort, caller)
-        if world.faults.hits("abort_of_nothing"):
-            world.step(events.AbortRequested(at_s=world.now_s, request_id=random.choice(("nobody", "r0"))))
+        rank.arrive(caller)
 
-    def abort(self, caller: Caller) -> None:
-        if self._world.is_live(caller):
-            caller.has_aborted = True
-            self._world.step(events.AbortRequested(at_s=self._world.now_s, request_id=caller.request_id))
+    def _held(self, caller: Caller) -> int:
+        """Return how many leading pages the caches of the host engines hold; one rank may have another number."""
+        script, random, most = caller.script, self._rank.world.random, len(caller.tags)
+        held = script.once("held", lambda: random.choice((0, 0, random.randint(0, most))))
+        return min(held + script.strikes("rank_holds_more", self._rank.number), most)
+
+    def failed(self, caller: Caller) -> None:
+        """Take the pages back of a request that failed: they can be used again at once."""
+        self._rank.device.expect_quiet(caller.pages, caller.request_id)
+        self._component_blocks.expect_quiet(caller.lent_components, caller.request_id)
+        self._component_blocks.free(caller.lent_components)
+        self._blocks.free(caller.pages)
 
     # --- Commands of the core ---
 
-    def restored(self, caller: Caller, command: commands.ReportRestored) -> None:
+    def restored(self, command: commands.ReportRestored) -> None:
         """Take the pages back: check what is in place, compute the rest, generate, and offer pages."""
-        world = self._world
-        page_size = world.settings.page_size
-        world.device.expect_quiet(caller.pages, caller.request_id)
-        restored = world.settings.pages_of(command.restored_tokens)
+        rank, caller = self._rank, self._rank.caller(command.request_id)
+        page_size = rank.settings.page_size
+        rank.device.expect_quiet(caller.pages, caller.request_id)
+        restored = rank.settings.pages_of(command.restored_tokens)
         tags = caller.tags + caller.tail
         if command.restored_tokens not in (restored * page_size, len(caller.tokens)) or restored < caller.held:
             raise Violation(f"{command} of {len(caller.tokens)} tokens, {caller.held} pages of them held before")
@@ -208,87 +197,88 @@ class LendingClient:
             raise Violation(f"{command} has sources that are not {command.restored_tokens} tokens")
         if bool(command.cause) != (command.restored_tokens < len(caller.tokens)) and restored < len(tags):
             raise Violation(f"{command} has a cause, or none, although the prompt has {len(caller.tokens)} tokens")
-        world.device.expect(caller.pages[:restored], tags[:restored], caller.request_id)
+        rank.check_cause(caller, command.cause, command.detail)
+        rank.device.expect(caller.pages[:restored], tags[:restored], caller.request_id)
         self._component_blocks.check(caller, restored, is_complete=not command.cause)
         for at in range(restored, len(tags)):
-            world.device.put(caller.pages[at], tags[at], f"the computation of {caller.request_id}")
+            rank.device.put(caller.pages[at], tags[at], f"the computation of {caller.request_id}")
         self._component_blocks.free(caller.lent_components)
-        world.end(caller)
-        world.schedule.after(world.delay() * 3, self._generate, caller)
-
-    def failed(self, caller: Caller) -> None:
-        """Take the pages back of a request that failed: they can be used again at once."""
-        self._world.device.expect_quiet(caller.pages, caller.request_id)
-        self._component_blocks.expect_quiet(caller.lent_components, caller.request_id)
-        self._component_blocks.free(caller.lent_components)
-        self._world.end(caller)
-        self._leave(caller.pages)
-
-    def _leave(self, pages: PageIds) -> None:
-        self._blocks.free(pages)
-        self._world.schedule.after(self._world.delay(), self.begin)
+        # With the same tokens on all ranks, however far each had come when the request ended.
+        outcome = f"partial: {command.cause}" if command.cause else "READY"
+        rank.end(caller, f"{outcome}, {command.restored_tokens} tokens")
+        rank.schedule.after(rank.delay() * 3, self._generate, caller)
 
     # --- After the restore ---
 
     def _generate(self, caller: Caller) -> None:
-        world, random = self._world, self._random
-        page_size = world.settings.page_size
-        output = bytes(random.choices(ALPHABET, k=random.randint(0, 3 * page_size)))
-        tokens = caller.tokens + output
-        more = self._blocks.take(world.settings.pages_of(len(tokens)) - len(caller.pages), random)
+        rank, script, size = self._rank, caller.script, self._rank.settings.page_size
+        random = rank.world.random
+        output = script.once("output", lambda: bytes(random.choices(ALPHABET, k=random.randint(0, 3 * size))))
+        tokens = script.tokens + output
+        more = self._blocks.take(rank.settings.pages_of(len(tokens)) - len(caller.pages), rank.random)
         if more is None:
-            tokens, more = caller.tokens, page_ids()
-        pages, tags = caller.pages + more, world.tags_of(caller.namespace, tokens)
+            tokens, more = script.tokens, page_ids()
+        script.kept = tokens
+        pages, tags = caller.pages + more, rank.tags_of(script.namespace, tokens)
         for at in range(len(caller.tags), len(tags)):
-            world.device.put(pages[at], tags[at], f"decoding of {caller.request_id}")
-        if world.faults.hits("flush"):
-            tiers = random.choice((("l1",), ("l2",), ("l1", "l2")))
-            world.step(events.FlushRequested(at_s=world.now_s, call=1, tiers=tiers))
-        self._sessions[self._session] = (caller.namespace, tokens)
-        if not tags or world.faults.hits("pages_are_not_offered"):
-            self._leave(pages)
+            rank.device.put(pages[at], tags[at], f"decoding of {script.request_id}")
+        rank.flush_with(script)
+        if not tags or script.hits("pages_are_not_offered"):
+            self._blocks.free(pages)
             return
         # In one offer, or chunk by chunk, of which the later ones follow copies that are under way.
-        cut = random.choice((0, random.randrange(len(tags))))
-        self._offer(caller, tokens, pages, tags, cut)
+        cut = script.once("cut", lambda: random.choice((0, random.randrange(len(tags)))))
+        self._offer(caller, tokens, pages, len(tags), cut if cut < len(tags) else 0)
 
-    def _offer(self, caller: Caller, tokens: bytes, pages: PageIds, tags: list[int], cut: int) -> None:
-        world, left = self._world, [1 + bool(cut)]
+    def _offer(self, caller: Caller, tokens: bytes, pages: PageIds, count: int, cut: int) -> None:
+        rank, script, left = self._rank, caller.script, [1 + bool(cut)]
 
         def returned() -> None:
             left[0] -= 1
             if not left[0]:
-                self._leave(pages)
+                self._blocks.free(pages)
 
-        for first, end in ((0, cut), (cut, len(tags))) if cut else ((0, len(tags)),):
-            number = world.next_number()
-            kept = tokens[: end * world.settings.page_size]
-            component_pages = self._component_blocks.compute(caller.namespace, kept, self._random)
-            self._offers[number] = (pages[first:end], component_pages, returned)
-            world.offered_by[number] = self
-            world.step(
+        for first, end in ((0, cut), (cut, count)) if cut else ((0, count),):
+            self._number += 1
+            kept = tokens[: end * rank.settings.page_size]
+            # Seeded by the request, so that all ranks offer the same components.
+            random = Random(f"offered {script.number} {end}")
+            component_pages = self._component_blocks.compute(script.namespace, kept, random)
+            self._offers[self._number] = (pages[first:end], component_pages, returned)
+            rank.tell(
                 events.PagesOffered(
-                    at_s=world.now_s,
-                    offer=number,
+                    at_s=rank.now_s,
+                    offer=self._number,
                     keys=kept,
                     pages=tuple(pages[first:end]),
-                    namespace=caller.namespace,
+                    namespace=script.namespace,
                     offered_components={name: tuple(ids) for name, ids in component_pages.items()},
                 )
             )
+        rank.look_for_refusals()
 
     def offered(self, command: commands.ReportOffered) -> None:
         """Take the pages of an offer back."""
-        pages, component_pages, returned = self._offers.pop(command.offer)
-        self._world.device.expect_quiet(pages, command)
-        self._component_blocks.expect_quiet(component_pages, f"{command}")
+        pages, component_pages = self._take_back(command.offer)
         if not set(command.components_declined) <= set(component_pages):
             raise Violation(f"{command} declines components that were not offered: {list(component_pages)}")
-        self._world.component_pages.counts["components_offered"] += len(component_pages)
-        self._world.component_pages.counts["components_declined"] += len(command.components_declined)
-        self._component_blocks.free(component_pages)
+        counts = self._rank.component_pages.counts
+        counts["components_offered"] += len(component_pages)
+        counts["components_declined"] += len(command.components_declined)
         if min(command.written, command.present, command.declined) < 0 or (
             command.written + command.present + command.declined != len(pages)
         ):
             raise Violation(f"{command} of {len(pages)} pages")
+
+    def declined(self, offer: events.PagesOffered) -> None:
+        """Take back the pages of an offer that not all ranks have made."""
+        if offer.offer:
+            self._take_back(offer.offer)
+
+    def _take_back(self, offer: int) -> tuple[PageIds, dict[str, PageIds]]:
+        pages, component_pages, returned = self._offers.pop(offer)
+        self._rank.device.expect_quiet(pages, f"offer {offer}")
+        self._component_blocks.expect_quiet(component_pages, f"offer {offer}")
+        self._component_blocks.free(component_pages)
         returned()
+        return pages, component_pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from simulation.faults import OF_NEIGHBOURS, Chosen, Faults
+from simulation.faults import FAULTS, OF_NEIGHBOURS, Chosen, Faults
 from simulation.memory import GARBAGE, Violation
 from simulation.tiers import STUCK_S
 from tidekv.states import commands, events
@@ -16,7 +16,7 @@ from tidekv.states import commands, events
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from simulation.tiers import TierSurroundings
+    from simulation.surroundings import Surroundings
 
 SHARE = 0.25
 """Share of the seeds of a campaign that have neighbours."""
@@ -34,10 +34,10 @@ def has_neighbours(seed: int) -> bool:
 class Neighbours:
     """What this worker reads from others, and they from it."""
 
-    def __init__(self, world: TierSurroundings, seed: int, chosen: Chosen, without: Collection[str]) -> None:
+    def __init__(self, world: Surroundings, seed: int, chosen: Chosen, without: Collection[str]) -> None:
         self._world = world
         self._random = random = Random(f"neighbours {seed}")
-        self.faults = Faults(random, chosen, without, only=OF_NEIGHBOURS)
+        self.faults = Faults(random, chosen, without, absent=FAULTS.keys() - OF_NEIGHBOURS)
         self._wait_s = world.settings.peer_wait_s
         self._reads: dict[int, list[int]] = {}
         """By number, the tags of a prefix that a neighbour has asked for."""
@@ -103,7 +103,7 @@ class Neighbours:
         self._calls += 1
         self._reads[self._calls] = world.contents.tags(namespace, keys, settings.key_bytes)
         self._shares_max = settings.host_pages // self._random.choice((1, 2, 8))
-        world.step(
+        world.tell(
             events.HintReceived(
                 at_s=world.now_s,
                 call=self._calls,

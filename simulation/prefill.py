@@ -7,7 +7,7 @@ its death is reported. A peer that is cut off for a while continues to write, an
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from simulation.memory import Violation
 from simulation.schedule import Link
@@ -25,48 +25,6 @@ if TYPE_CHECKING:
 
 DETECTION_S = 0.2
 RoomKey = tuple[str, int]
-
-
-class Frames(Protocol):
-    """Delivery of frames to the core."""
-
-    def deliver(self, room: ServedRoom, event: events.Event) -> None:
-        """Deliver a frame of this room, unless its sender is unreachable."""
-        ...
-
-
-class RoomsOut(Protocol):
-    """Assignment of rooms to peers."""
-
-    def is_cancelled(self, key: RoomKey) -> bool:
-        """Whether decode gave the room up before the promise was sent."""
-        ...
-
-    def sent(self, key: RoomKey, peer: Peer) -> None:
-        """Record that the promise was sent."""
-        ...
-
-    def unsent(self, command: commands.SendPromise, cause: str) -> None:
-        """Record that the promise could not be sent."""
-        ...
-
-    def life(self, key: RoomKey) -> Incarnation:
-        """Return the incarnation that has a room."""
-        ...
-
-
-class PeerSurroundings(Surroundings, Protocol):
-    """Interface of the world for a peer."""
-
-    @property
-    def frames(self) -> Frames:
-        """Delivery of frames to the core."""
-        ...
-
-    @property
-    def rooms_out(self) -> RoomsOut:
-        """Assignment of rooms to peers."""
-        ...
 
 
 class Incarnation:
@@ -172,17 +130,15 @@ class Peer:
     verifies = True
     """Whether decode verifies the checksums of the pages that this worker sends."""
 
-    def __init__(self, world: PeerSurroundings, random: Random, name: str) -> None:
+    def __init__(self, world: Surroundings, random: Random, name: str) -> None:
         self._world = world
         self._random = random
         self.name = name
-        self._epoch = 0
         self.life = self._new_life()
 
     def _new_life(self) -> Incarnation:
-        self._epoch += 1
         ranks = self._random.choice((1, 1, 1, 2, 3))
-        return Incarnation(f"{self.name}.{self._epoch}", ranks, Link(self._world.schedule))
+        return Incarnation(self._world.new_writer(self.name), ranks, Link(self._world.schedule))
 
     # --- Messages from decode ---
 
@@ -202,7 +158,7 @@ class Peer:
         world.rooms_out.sent(key, self)
         slow = 0.5 if world.faults.hits("promise_is_slow") else 0.0
         life.inbox.send(world.delay() + slow, self._receive, life, command, prompt)
-        world.step(
+        world.tell(
             events.PromiseSent(
                 at_s=world.now_s, request_id=key[0], generation=key[1], writer=life.writer, ranks=life.ranks
             )
@@ -472,7 +428,7 @@ class Peer:
             self._world.schedule.after(self._world.delay(), self._say_dead, life)
 
     def _say_dead(self, life: Incarnation) -> None:
-        self._world.step(events.WriterDead(at_s=self._world.now_s, writer=life.writer))
+        self._world.tell(events.WriterDead(at_s=self._world.now_s, writer=life.writer))
 
     # --- Messages to decode ---
 

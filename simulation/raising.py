@@ -119,15 +119,21 @@ class Places:
 class Raising:
     """Raises occasionally if the run has that fault enabled."""
 
-    def __init__(self, core: Core, random: Random, faults: Faults) -> None:
-        self._random = random
+    def __init__(self, core: Core, seed: object, faults: Faults) -> None:
+        """Runs with the same seed raise at the same calls of the same events, as a defect does on all ranks alike."""
+        self._seed = seed
         self._faults = faults
-        self._places = Places(core) if faults.is_on("rule_raises") else None
+        self._rate = faults.rate("rule_raises")
+        self._places = Places(core) if self._rate else None
 
-    def begin_step(self) -> None:
-        """Begin a step: choose whether and where one of its calls raises."""
-        if self._places is not None and self._faults.hits("rule_raises"):
-            self._places.left = self._random.randint(1, PLACES_MAX)
+    def begin_step(self, place: int) -> None:
+        """Begin a step, of event number `place`: choose whether and where one of its calls raises."""
+        if self._places is None or self._faults.is_over:
+            return
+        random = Random(f"raise {self._seed} {place}")
+        if random.random() < self._rate:
+            self._faults.counts["rule_raises"] += 1
+            self._places.left = random.randint(1, PLACES_MAX)
 
     def end_step(self) -> None:
         """End a step: cancel a raise whose place was not reached, so that it does not carry over."""

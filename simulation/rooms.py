@@ -49,7 +49,7 @@ class RoomsOut:
             at_s=self._world.now_s, request_id=key[0], generation=key[1], cause=cause, settled=True
         )
         self._world.note_losses(failed)
-        self._world.step(failed)
+        self._world.tell(failed)
 
     def abort(self, command: commands.SendAbort) -> None:
         """Abort a room for decode."""
@@ -76,8 +76,9 @@ class RoomsOut:
         key = (command.request_id, command.generation)
         if key in self._unsent:
             self._world.schedule.after(self._world.delay(), self._extend_later, command)
-            return
-        self._with[key][0].extend(command)
+        elif key in self._with or self._world.is_alone:
+            self._with[key][0].extend(command)
+        # Otherwise the promise could not be sent from this rank, and the ranks do not know it yet.
 
     def _extend_later(self, command: commands.SendExtend) -> None:
         key = (command.request_id, command.generation)
@@ -87,6 +88,10 @@ class RoomsOut:
     def life(self, key: RoomKey) -> Incarnation:
         """Return the incarnation that has a room."""
         return self._with[key][1]
+
+    def of_writer(self, writer: str) -> list[RoomKey]:
+        """Return the rooms that an incarnation has."""
+        return [key for key, (_, life) in self._with.items() if life.writer == writer]
 
 
 class Frames:
@@ -117,7 +122,7 @@ class Frames:
     def _arrive(self, event: events.Event) -> None:
         world = self._world
         world.note_losses(event)
-        world.step(msgspec.structs.replace(event, at_s=world.now_s))
+        world.tell(msgspec.structs.replace(event, at_s=world.now_s))
 
     def _invent(self, room: ServedRoom) -> None:
         """Deliver frames that a correct peer never sends, or sends only to another epoch of this worker."""
@@ -143,7 +148,7 @@ class Frames:
         # Not for a room that drains: the core must trust a Drained, because the link is authenticated.
         kind = self._random.randrange(2 + may_drain) if span == 0 and first == 0 else 0
         if kind == 0:
-            world.step(
+            world.tell(
                 events.ChunkLanded(
                     at_s=at_s,
                     request_id=request_id,
@@ -156,6 +161,6 @@ class Frames:
                 )
             )
         elif kind == 1:
-            world.step(events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=rank))
+            world.tell(events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=rank))
         else:
-            world.step(events.RoomDrained(at_s=at_s, request_id=request_id, generation=generation, rank=rank))
+            world.tell(events.RoomDrained(at_s=at_s, request_id=request_id, generation=generation, rank=rank))

@@ -40,12 +40,39 @@ class Schedule:
         return True
 
 
+class Life:
+    """Schedule of one process. What it has scheduled is dropped once the process has ended."""
+
+    __slots__ = ("_schedule", "is_over")
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.is_over = False
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time."""
+        return self._schedule.now_s
+
+    def at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:  # Any: as in Schedule.
+        """Schedule `action` at that time, or now if it is past."""
+        self._schedule.at(at_s, self._act, action, *arguments)
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:  # Any: as in Schedule.
+        """Schedule `action` after that time has passed."""
+        self._schedule.after(delay_s, self._act, action, *arguments)
+
+    def _act(self, action: Callable[..., None], *arguments: Any) -> None:
+        if not self.is_over:
+            action(*arguments)
+
+
 class Link:
     """Connection that delivers messages in order, whatever the delay of each."""
 
     __slots__ = ("_free_at_s", "_schedule")
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule | Life) -> None:
         self._schedule = schedule
         self._free_at_s = 0.0
 

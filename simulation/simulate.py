@@ -26,15 +26,20 @@ class Report(msgspec.Struct, frozen=True):
     """Result of one run. The same seed gives the same report."""
 
     seed: int
+    ranks: int
     requests: int
     events: int
+    turns: int
+    """Votes of several ranks."""
+    epochs: int
+    """Groups that the ranks have formed, one after another."""
     virtual_s: float
     ends: dict[str, int]
     """Requests by the end of their restore: "READY", or the cause of the failure."""
     faults: dict[str, int]
     """Number of times each kind of fault struck."""
     counters: dict[str, int]
-    """Counters of the core."""
+    """Counters of the core; this and the following are those of the first rank."""
     component_pages: dict[str, int]
     """Counts of operations on components."""
     early: dict[str, int]
@@ -46,12 +51,15 @@ class Report(msgspec.Struct, frozen=True):
 class SimulationFailed(TidekvError):
     """A run reached a state that must never occur. The text contains the seed that repeats it."""
 
-    def __init__(self, seed: int, requests: int, faults: Chosen, what: BaseException, recent: list[str]) -> None:
+    def __init__(self, world: World, requests: int, faults: Chosen, what: BaseException) -> None:
+        last = world.stepping
+        recent = [f"  {event}\n" + "".join(f"      {each}\n" for each in given) for event, given in last.recent]
+        on_ranks = f" on {len(world.ranks)} ranks" if len(world.ranks) > 1 else ""
         super().__init__(
-            f"seed {seed}, {requests} requests, faults {faults!r}: {type(what).__name__}: {what}\n"
-            "the last events and what followed from each:\n" + "\n".join(recent)
+            f"seed {world.seed}, {requests} requests{on_ranks}, faults {faults!r}: {type(what).__name__}: {what}\n"
+            f"the last events of rank {last.number} and what followed from each:\n" + "\n".join(recent)
         )
-        self.seed = seed
+        self.seed = world.seed
         self.what = f"{type(what).__name__}: {what}"
         self.recent = recent
 
@@ -63,6 +71,7 @@ def simulate(
     settings: CoreSettings | None = None,
     clients: int | None = None,
     *,
+    ranks: int = 1,
     without: Collection[str] = (),
     always_components: bool = False,
     early: bool | None = None,
@@ -73,18 +82,21 @@ def simulate(
 ) -> Report:
     """Serve requests in virtual time, with faults drawn from the seed, and check every step.
 
-    `faults` is "all", "none", or names of `FAULTS`; those in `without` are drawn like the others, but never strike.
+    With several `ranks`, their cores vote on every event, and each has tiers and faults of its own. `faults` is "all",
+    "none", names of `FAULTS`, or these with their rates; those in `without` are drawn like others, but never strike.
     Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. With
     `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
     `lends` host engines lend the device pages in every seed; otherwise the seed draws that with the settings. With
     `hints` an orchestrator gives KV hints about the prompts all the time. With `neighbours` other decode workers share
-    host memory with this one, which then has no components. `watch` receives the world before the
-    run starts. Raises SimulationFailed with what is needed to repeat the run.
+    host memory with this one, which then has no components. `watch` receives the world before the run starts. Raises
+    SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings_of(random, seed, settings, always_components=always_components, lends=lends)
     if early is None:
-        early = settings is None and not drawn.lends_device and draws_early(seed)
+        early = settings is None and draws_early(seed)
+    early = early and not drawn.lends_device
+    neighbours = neighbours and ranks == 1
     if neighbours:
         drawn = with_neighbours(drawn, seed)
     world = World(
@@ -92,6 +104,7 @@ def simulate(
         requests=requests,
         faults=faults,
         settings=drawn,
+        ranks=ranks,
         without=without,
         early=early,
         hints=hints,
@@ -102,19 +115,22 @@ def simulate(
     try:
         world.run(clients or random.randint(2, CLIENTS_MAX))
     except Exception as error:
-        recent = [f"  {event}\n" + "".join(f"      {wish}\n" for wish in wishes) for event, wishes in world.recent]
-        raise SimulationFailed(seed, requests, faults, error, recent) from error
+        raise SimulationFailed(world, requests, faults, error) from error
+    first = world.ranks[0]
     return Report(
         seed=seed,
+        ranks=ranks,
         requests=requests,
-        events=world.event_count,
+        events=world.turns.events,
+        turns=world.turns.count,
+        epochs=world.turns.epoch + 1,
         virtual_s=world.now_s,
         ends=world.ends,
         faults={**world.faults.counts, **({} if world.neighbours is None else world.neighbours.faults.counts)},
-        counters=dict(sorted(world.core.state.counters.items())),
-        component_pages=dict(sorted(world.component_pages.counts.items())),
-        early={} if world.early_callers is None else dict(sorted(world.early_callers.counts.items())),
-        digest=world.digest,
+        counters=dict(sorted(first.core.state.counters.items())),
+        component_pages=dict(sorted(first.component_counts.items())),
+        early=dict(sorted(first.early_counts.items())),
+        digest=world.turns.digest,
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from simulation.faults import Chosen
     from simulation.world import World
     from tidekv.states.commands import Command
+    from tidekv.states.core import Core
     from tidekv.states.events import Event
 
 RUNS_MAX = 60
@@ -44,6 +45,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
     """Whether every seed lends its device pages, not only those that draw it."""
     neighbours: bool
     """The same of other decode workers."""
+    ranks: int
     struck: tuple[str, ...]
     """The kinds of faults that struck."""
     what: str
@@ -57,7 +59,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
         """Command line that repeats the run."""
         faults = self.faults if isinstance(self.faults, str) else ",".join(self.faults)
         words = ["tidekv", "simulate", "--seed", str(self.seed), "--requests", str(self.requests), "--faults", faults]
-        words += ["--ranks", "0"]
+        words += ["--ranks", str(self.ranks)]
         words += ["--lent"] if self.lends else []
         words += ["--peers"] if self.neighbours else []
         return shlex.join([*words, "--without", ",".join(self.without)] if self.without else words)
@@ -88,6 +90,7 @@ class _Attempt:
                 seed,
                 shape.requests,
                 faults,
+                ranks=shape.ranks,
                 without=without,
                 always_components=shape.has_components,
                 lends=shape.lends,
@@ -98,11 +101,12 @@ class _Attempt:
             self.what = failure.what
         world = self._worlds[0]
         self.shape = replace(shape, requests=shape.requests - world.arrivals_left)
-        self.events = world.event_count
+        self.events = world.turns.events
         counts = {**world.faults.counts, **({} if world.neighbours is None else world.neighbours.faults.counts)}
         self.struck = tuple(name for name, count in counts.items() if count)
         if tape is not None:
             tape.write()
+            self.events = tape.steps
 
     def fails_like(self, what: str) -> bool:
         """Whether it failed with the same text, apart from numbers."""
@@ -110,17 +114,22 @@ class _Attempt:
 
 
 class _Tape:
-    """Journal of a world, up to the failure."""
+    """Journal of the first rank of a world, from its last start up to the failure."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[bytes] = []
+        self.steps = 0
 
     def attach(self, world: World) -> None:
         """Record every step from now on."""
-        core = world.core
+        self._record(world.core)
+        world.ranks[0].on_core.append(self._record)
+
+    def _record(self, core: Core) -> None:
         recorder = Recorder(core, with_tokens=True)
-        self._lines.append(recorder.run_line())
+        self._lines = [recorder.run_line()]
+        self.steps = 0
         step = core.step
 
         def end_turn() -> None:
@@ -129,6 +138,7 @@ class _Tape:
             self._lines.append(recorder.render(turn))
 
         def taped(event: Event) -> list[Command]:
+            self.steps += 1
             try:
                 given = step(event)
             except Exception as error:
@@ -152,16 +162,17 @@ def find_smallest(
     faults: Chosen,
     path: Path,
     *,
+    ranks: int | None = None,
     without: Collection[str] = (),
     lends: bool = False,
     neighbours: bool = False,
 ) -> SmallestRun:
     """Reduce a failing run for as long as it fails in the same way, and write its journal to `path`.
 
-    The run is that of a single core in a campaign (`shape_of`). `without` names kinds of faults that are excluded from
-    the start. Raises InvalidRequest if the run does not fail.
+    The run is that of the seed in a campaign (`shape_of`), on so many `ranks` if they are given. `without` names kinds
+    of faults that are excluded from the start. Raises InvalidRequest if the run does not fail.
     """
-    best = _Attempt(seed, shape_of(seed, requests, ranks=0, lends=lends, neighbours=neighbours), faults, without)
+    best = _Attempt(seed, shape_of(seed, requests, ranks=ranks, lends=lends, neighbours=neighbours), faults, without)
     left_out = frozenset(without)
     what = best.what
     if not what:
@@ -191,6 +202,7 @@ def find_smallest(
         without=tuple(sorted(left_out)),
         lends=lends,
         neighbours=neighbours,
+        ranks=last.shape.ranks,
         struck=last.struck,
         what=last.what,
         journal=path,

@@ -1,18 +1,11 @@
-"""Content of a simulated storage engine, by tag, with its faults; for full pages and components alike."""
+"""Content of a simulated storage engine, by tag, with its faults; for the pages of all groups alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
-from typing import Any  # The taker of a command has its type.
 
 from simulation.faults import Faults
-from tidekv.states.types import FULL
-
-
-def by_group(full: Callable[[Any], None], components: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return what passes a command on to the taker of its group: the full KV, or a component."""
-    return lambda command: (full if command.component == FULL else components)(command)
 
 
 class StoredTags:

@@ -1,6 +1,6 @@
-"""Protocols of a simulated world, as its parts use it: time, faults, pools, the core, and the content of requests.
+"""Protocol of one simulated rank, as its parts use it: time, faults, pools, the core, and the content of requests.
 
-The world creates its parts. Each part depends only on the protocol that it uses, not on the world's class.
+The rank creates its parts. Each part depends only on the protocol, not on the rank's class.
 """
 
 from __future__ import annotations
@@ -8,40 +8,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-    from typing import Any
-
     from simulation.components import SimulatedComponents, Tags
     from simulation.faults import Faults
     from simulation.memory import Contents, SimulatedPool
-    from simulation.rank_callers import RankCaller, Script
-    from simulation.schedule import Schedule
+    from simulation.rooms import Frames, RoomsOut
+    from simulation.schedule import Life
+    from simulation.tiers import Outcomes
     from tidekv.states import commands
     from tidekv.states.core import Core
     from tidekv.states.events import Event
+    from tidekv.states.prefix.node import TierName
     from tidekv.states.settings import CoreSettings
     from tidekv.states.types import PageIds
 
 
 class Requester(Protocol):
-    """Interface of a request for the tiers: the tags of its pages."""
+    """Interface of a request for the tiers: the tags of its pages, and the number of its prompt."""
 
     tags: list[int]
     component_tags: Tags
 
 
 class Surroundings(Protocol):
-    """Interface of the world for its tiers and peers."""
+    """Interface of a rank for its tiers and peers."""
 
     settings: CoreSettings
     core: Core
-    schedule: Schedule
+    schedule: Life
+    """What is scheduled here is dropped if the rank's process ends."""
     faults: Faults
     contents: Contents
     device: SimulatedPool
     host: SimulatedPool
     component_pages: SimulatedComponents
+    outcomes: Outcomes
+    rooms_out: RoomsOut
+    frames: Frames
     dead_writers: set[str]
 
     @property
@@ -49,16 +51,25 @@ class Surroundings(Protocol):
         """The virtual time."""
         ...
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is the only rank, whose core takes each event at once."""
+        ...
+
     def delay(self) -> float:
         """Return the duration of an action without a fault."""
+        ...
+
+    def pool(self, tier: TierName, component: str) -> SimulatedPool:
+        """Return the pages of a tier, of the full KV or of a component."""
         ...
 
     def flip_one(self, pool: SimulatedPool, pages: PageIds) -> None:
         """Flip a bit of one of these host pages, if that fault strikes."""
         ...
 
-    def step(self, event: Event) -> None:
-        """Pass an event to the core, and execute its commands."""
+    def tell(self, event: Event) -> None:
+        """Pass an event to the core, and execute its commands; with several ranks, pass it to their next vote."""
         ...
 
     def tell_now(self, event: Event) -> None:
@@ -66,19 +77,15 @@ class Surroundings(Protocol):
         ...
 
     def caller(self, request_id: str) -> Requester:
-        """Return the live request with that id."""
-        ...
-
-    def tags_of(self, namespace: str, tokens: bytes) -> list[int]:
-        """Return the tags of the full pages of these tokens."""
+        """Return the caller of the live request with that id."""
         ...
 
     def tags_put(self, command: commands.StorePages | commands.FetchPages) -> list[int]:
-        """Return the tags of the prompt whose pages are put."""
+        """Return the tags of the tokens whose pages are put, or read without a request."""
         ...
 
-    def tokens_left(self, request_number: int) -> list[int]:
-        """Return the tags of the tokens that a request left."""
+    def new_writer(self, peer: str) -> str:
+        """Return the name of another life of a peer."""
         ...
 
     def lose_writer(self, writer: str) -> None:
@@ -87,62 +94,4 @@ class Surroundings(Protocol):
 
     def note_losses(self, event: Event) -> None:
         """Record the request whose room an event ends: it may fail."""
-        ...
-
-
-class GroupSettings(Protocol):
-    """State that all ranks of a group share."""
-
-    settings: CoreSettings
-    contents: Contents
-
-
-class RankSurroundings(Protocol):
-    """Interface of one simulated rank for its tiers and rooms."""
-
-    number: int
-    random: Random
-    core: Core
-    device: SimulatedPool
-    host: SimulatedPool
-    component_pages: SimulatedComponents
-    callers: dict[str, RankCaller]
-    stored: set[int]
-    records: dict[int, list[int]]
-
-    @property
-    def world(self) -> GroupSettings:
-        """The group."""
-        ...
-
-    def after(self, delay_s: float, action: Any, *arguments: Any) -> None:  # Any: as in Schedule.
-        """Schedule an action; it is dropped if the rank's process has ended by then."""
-        ...
-
-    def delay(self) -> float:
-        """Return the duration of an action."""
-        ...
-
-    def hits(self, name: str) -> bool:
-        """Whether a fault strikes this rank now."""
-        ...
-
-    def receive(self, event: Event) -> None:
-        """Pass a local event to the agreement."""
-        ...
-
-    def outcome(self, delay_s: float, make: Callable[[], Event]) -> None:
-        """Deliver the outcome of an operation after a delay."""
-        ...
-
-    def look_for_refusals(self) -> None:
-        """Take the calls that end without a vote."""
-        ...
-
-    def tags(self, tokens: bytes) -> list[int]:
-        """Return the tags of the full pages of these tokens."""
-        ...
-
-    def page_tags(self, script: Script) -> list[int]:
-        """Return the tags of all pages of a prompt."""
         ...

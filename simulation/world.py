@@ -1,81 +1,44 @@
-"""Simulated environment of one unmodified core: it executes commands, delivers events, and checks for violations.
+"""Simulated environment of one decode instance: its ranks, their callers, and what strikes them all.
 
-Invariants between two steps, recomputed from scratch: the state of the core, and the content of the pages.
+One rank is the smallest group: it takes each event at once, where several vote. Everything else is the same for any
+number of ranks, each with a core, tiers and prefill peers of its own.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter, deque
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from simulation.callers import SESSIONS, Caller, Client
-from simulation.component_storage import SimulatedComponentStorage
-from simulation.components import LiveComponents, SimulatedComponents
-from simulation.early_callers import EarlyCaller, EarlyCallers
-from simulation.faults import Chosen, Faults
+from simulation.callers import SESSIONS, Client, Script
+from simulation.early_callers import EARLY_REQUESTS
+from simulation.faults import OF_LENDING, OF_NEIGHBOURS, OF_RANKS, Chosen, Faults
 from simulation.hints import Orchestrator
-from simulation.lending_callers import Blocks, ComponentBlocks, LendingClient
-from simulation.memory import Contents, SimulatedPool, Violation
+from simulation.memory import Contents, Violation
 from simulation.neighbours import Neighbours
 from simulation.policies import draw_policy
-from simulation.prefill import Peer, Prompt
-from simulation.raising import Injected, Raising
-from simulation.rooms import Frames, RoomsOut
+from simulation.rank import Rank
 from simulation.schedule import Schedule
-from simulation.stored import by_group
-from simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
+from simulation.votes import Turns
 from tidekv.states import commands, events
-from tidekv.states.core import Core
-from tidekv.states.records.stages import State
-from tidekv.states.types import FULL
+from tidekv.states.ranks.vote_items import LOST_RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
-    from simulation.surroundings import Surroundings
-    from tidekv.states.prefix.node import Node
+    from tidekv.states.core import Core
     from tidekv.states.settings import CoreSettings
-    from tidekv.states.types import PageIds
 
-
-def audit(world: Surroundings) -> None:
-    """Raise BrokenInvariant or Violation at the first contradiction."""
-    world.core.check()
-    world.device.check()
-    world.host.check()
-    world.component_pages.check_cached(world.core)
-    width = world.settings.key_bytes
-    tags: dict[Node, list[int]] = {}
-    for node in world.core.state.index.nodes():
-        parent = node.parent
-        assert parent is not None
-        before: int | str = node.namespace if parent.is_root else tags[parent][-1]
-        own: list[int] = []
-        for start in range(0, len(node.edge), width):
-            before = world.contents.tag(before, node.edge[start : start + width])
-            own.append(before)
-        tags[node] = own
-        if node.device is not None and node.load is None and not node.is_reclaiming:
-            world.device.expect(node.device, own, f"cached node {node}")
-        if node.host is not None:
-            world.host.expect(node.host, own, f"cached node {node}", may_be_flipped=True)
-    for request in world.core.state.requests.values():
-        if not world.caller(request.request_id):
-            raise Violation(f"{request} lives, but its caller is gone")
-
-
-AUDIT_EVENTS = 100
 STORED_SEEDS = 4
 """One of so many seeds stores everything now and then, and at its end."""
-PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost", "pages damaged")
+ACTIONS_MAX = 200_000
+ACTIONS_OF_REQUEST_MAX = 2_000
+"""Actions in virtual time on each rank, and for each request there, after which a run does not come to an end."""
 
 
 class World:
-    """One run: a core, and everything that it exchanges events and commands with."""
+    """One run."""
+
+    prefill_count = 3
 
     def __init__(
         self,
@@ -84,117 +47,78 @@ class World:
         requests: int,
         faults: Chosen,
         settings: CoreSettings,
+        ranks: int = 1,
         without: Collection[str] = (),
         early: bool = False,
         hints: bool = False,
         neighbours: bool = False,
     ) -> None:
         """With `early`, callers begin with the first layers of their prompts; with `hints` an orchestrator gives hints
-        about them; with `neighbours` other decode workers share host memory with this one.
+        about them to the first rank; with `neighbours` other decode workers share host memory with this one.
         """
-        self._random = random = Random(seed)
+        self.seed = seed
+        self.random = random = Random(seed)
         self.settings = settings
-        self.core = Core(settings)
+        self.is_early = early
         self.schedule = Schedule()
-        self.faults = Faults(
-            random,
-            faults,
-            without,
-            with_lending=settings.lends_device,
-        )
         self.contents = Contents()
-        self.device = SimulatedPool(self.core.state.device)
-        self.host = SimulatedPool(self.core.state.host)
-        self.component_pages = SimulatedComponents(self.core, self.contents)
-        self.outcomes = Outcomes(self)
-        self.storage = SimulatedStorage(self, random)
-        self.component_storage = SimulatedComponentStorage(self, self.storage, random)
-        self.copies = SimulatedCopies(self, random)
-        self.early_callers = EarlyCallers(self, seed, Counter()) if early else None
-        self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
-        self.rooms_out = RoomsOut(self)
-        self.frames = Frames(self, random)
-        self.raising = Raising(self.core, random, self.faults)
-        self.orchestrator: Orchestrator | None = None
-        if hints:
-            self.orchestrator = Orchestrator(
-                seed, settings, give=self.step, after=self.schedule.after, now_s=lambda: self.now_s
-            )
-        self.neighbours = Neighbours(self, seed, faults, without) if neighbours else None
-        self.dead_writers: set[str] = set()
-        self.retracting: dict[str, tuple[Caller, bytes]] = {}
-        self.retracted_ids: set[str] = set()
-        self.offered_by: dict[int, LendingClient] = {}
-        self.recent: deque[tuple[events.Event, list[commands.Command]]] = deque(maxlen=60)
-        self.event_count = 0
-        self.digest = 0
-        self.ends: dict[str, int] = {}
+        absent = OF_NEIGHBOURS | (OF_RANKS if ranks == 1 else set()) | (set() if settings.lends_device else OF_LENDING)
+        self.faults = Faults(random, faults, without, absent=absent)
+        self._latency_s = random.choice((0.001, 0.004, 0.015))
         self.prompt_tokens_max = max(1, (settings.device_pages * 3 // 5 - settings.growth_reserve_pages)) * (
             settings.page_size
         )
+        self.turns = Turns(self)
+        self.generations: dict[str, int] = {}
+        """The last generation of each request id on any rank."""
+        self.ranks = [Rank(self, number, ranks) for number in range(ranks)]
+        self.stepping = self.ranks[0]
+        """The rank whose core has taken the last event."""
+        self.orchestrator: Orchestrator | None = None
+        if hints:
+            first = self.ranks[0]
+            self.orchestrator = Orchestrator(
+                seed, settings, give=first.tell, after=self.schedule.after, now_s=lambda: self.now_s
+            )
+        self.neighbours = Neighbours(self.ranks[0], seed, faults, without) if neighbours else None
+        self.retracted_ids: set[str] = set()
+        self.ends: dict[str, int] = {}
         self.arrivals_left = requests
         self._ids = 0
         self._numbers = 0
+        self._live: dict[str, Script] = {}
+        self._waiting: list[Client] = []
+        """Clients that make their next request once the ranks have formed a group again."""
         self._stores_all = self.faults.is_on("all_is_stored") and seed % STORED_SEEDS == STORED_SEEDS - 1
-        self._to_report: set[int] = set()
-        """Requests to store everything that have no report."""
+        self._to_report: set[tuple[int, int]] = set()
+        """Requests to store everything, by rank, that have no report."""
         self._stored: commands.ReportStored | None = None
-        self._callers: dict[str, Caller] = {}
-        self._generations: dict[str, int] = {}
-        self._left: dict[int, list[int]] = {}
-        self._clock_at_s = float("inf")
-        self._latency_s = random.choice((0.001, 0.004, 0.015))
-        self._is_stepping = False
-        # Any: each taker has its own command type.
-        self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
-            commands.QueryStorage: self.component_storage.query,
-            commands.FetchPages: self._fetch,
-            commands.SharePages: self._share,
-            commands.StorePages: by_group(self.storage.store, self.component_storage.store),
-            commands.ProbeStorage: self.storage.probe,
-            commands.CopyPages: by_group(self.copies.copy, self.copies.copy_component),
-            commands.SendPromise: self._promise,
-            commands.SendExtend: self.rooms_out.extend,
-            commands.SendAbort: self.rooms_out.abort,
-            commands.SendReceived: self.rooms_out.received,
-            commands.Recompute: self._recompute,
-            commands.ReportReady: self._ready,
-            commands.ReportEarly: self._early,
-            commands.ReportLayers: self._early,
-            commands.ReportLayersLost: self._early,
-            commands.ReportRestored: self._restored,
-            commands.ReportOffered: self._offered,
-            commands.ReportFailed: self._failed,
-            commands.GiveReserve: self._give_reserve,
-            commands.ReportFinished: self._nothing,
-            commands.ReportDropped: self._nothing,
-            commands.ReportRetracted: self._retracted,
-            commands.ReportFlushed: self._nothing,
-            commands.ReportStored: self._all_stored,
-            commands.ReportHinted: self._hinted,
-            commands.ForgetTokens: self._forget_tokens,
-        }
 
     def run(self, clients: int) -> None:
         """Serve all requests, and check that nothing is left."""
-        sessions = [(self._random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
-        self._change_storage(available=True)
-        blocks = Blocks(self.settings.device_pages)
-        component_blocks = ComponentBlocks(self.settings, self.component_pages)
+        sessions = [(self.random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
+        for rank in self.ranks:
+            rank.change_storage(available=True)
         for _ in range(clients):
-            client: Client | LendingClient
-            if self.settings.lends_device:
-                client = LendingClient(self, self._random, sessions, blocks, component_blocks)
-            else:
-                client = Client(self, self._random, sessions)
-            self.schedule.after(self.delay(), client.begin)
-        while self.schedule.run_next():
-            pass
+            self.schedule.after(self.delay(), Client(self, sessions).begin)
+        self._run_all()
         if self._stores_all:
             self._store_at_end()
         self._check_end()
 
-    # --- Used by the parts of the world ---
+    def _run_all(self) -> None:
+        actions = 0
+        while self.schedule.run_next():
+            actions += 1
+            if actions > (ACTIONS_MAX + ACTIONS_OF_REQUEST_MAX * self._numbers) * len(self.ranks):
+                raise Violation("the run does not come to an end")
+
+    # --- Used by its parts ---
+
+    @property
+    def core(self) -> Core:
+        """The core of the first rank."""
+        return self.ranks[0].core
 
     @property
     def now_s(self) -> float:
@@ -202,26 +126,17 @@ class World:
         return self.schedule.now_s
 
     def delay(self) -> float:
+        """Return the duration of an action of a client."""
+        return self.delay_of(self.random)
+
+    def delay_of(self, random: Random) -> float:
         """Return the duration of an action without a fault."""
-        return self._latency_s * (self._random.random() + 0.1 * (self._random.random() < 0.1) * 50)
-
-    def tags_of(self, namespace: str, tokens: bytes) -> list[int]:
-        """Return the tags of the full pages of these tokens."""
-        full = len(tokens) // self.settings.page_size * self.settings.page_size
-        return self.contents.tags(namespace, tokens[:full], self.settings.page_size)
-
-    def caller(self, request_id: str) -> Caller:
-        """Return the caller of a live request."""
-        return self._callers[request_id]
-
-    def is_live(self, caller: Caller) -> bool:
-        """Whether the request is live."""
-        return self._callers.get(caller.request_id) is caller
+        return self._latency_s * (random.random() + 0.1 * (random.random() < 0.1) * 50)
 
     @property
-    def restoring(self) -> list[Caller]:
-        """The callers of requests that are not READY."""
-        return [caller for caller in self._callers.values() if not caller.is_ready]
+    def restoring(self) -> list[Script]:
+        """Live requests that are not READY."""
+        return [script for script in self._live.values() if not script.was_ready]
 
     def next_number(self) -> int:
         """Return a new number, which identifies the tokens of a request."""
@@ -231,42 +146,125 @@ class World:
     def new_id(self) -> str:
         """Return a request id: a new one, or occasionally one that was used before."""
         if self._ids and self.faults.hits("id_returns"):
-            name = f"r{self._random.randrange(max(1, self._ids - 6), self._ids + 1)}"
-            if name not in self._callers and name not in self.retracted_ids:
+            name = f"r{self.random.randrange(max(1, self._ids - 6), self._ids + 1)}"
+            if name not in self._live and name not in self.retracted_ids:
                 return name
         self._ids += 1
         return f"r{self._ids}"
 
+    def draws_early(self) -> bool:
+        """Whether the next request begins early."""
+        return self.is_early and self.random.random() < EARLY_REQUESTS
+
+    # --- Requests ---
+
     def take_arrival(self) -> bool:
-        """Whether one more request may be made. Faults of peers and storage are drawn at this moment, too."""
+        """Whether one more request may be made. Faults of peers, ranks and storage are drawn at this moment, too."""
         if not self.arrivals_left:
             return False
         self.arrivals_left -= 1
-        if self.faults.hits("peer_crashes"):
-            self.schedule.after(self.delay(), self._random.choice(self.peers).crash)
-        if self.faults.hits("peer_is_partitioned"):
-            self.schedule.after(self.delay(), self._random.choice(self.peers).cut_off)
-        if self.faults.hits("peer_is_silent"):
-            self.schedule.after(self.delay(), self._random.choice(self.peers).fall_silent)
-        if self.faults.hits("policy_changes"):
-            self.step(events.PolicyChanged(at_s=self.now_s, policy=draw_policy(self._random, self.settings.page_size)))
-        if self.faults.hits("storage_is_detached"):
-            self._change_storage(available=False)
-            self.schedule.after(self.delay() * 20, lambda: self._change_storage(available=True))
-        # By their numbers and not drawn, so that other draws of a seed stay what they were.
-        if self._stores_all and self.arrivals_left % 23 == 7 and self.faults.hits("all_is_stored"):
-            self.schedule.after(0.0, self._store_all, (0.02, 1.0, 20.0, 0.0)[self.arrivals_left % 4])
+        faults, random, schedule = self.faults, self.random, self.schedule
+        for fault, name in (
+            ("peer_crashes", "crash"),
+            ("peer_is_partitioned", "cut_off"),
+            ("peer_is_silent", "fall_silent"),
+        ):
+            if faults.hits(fault):
+                rank = random.choice(self.ranks)
+                rank.schedule.after(rank.delay(), getattr(random.choice(rank.peers), name))
+        if faults.hits("policy_changes"):
+            policy = draw_policy(random, self.settings.page_size)
+            self.ranks[0].tell(events.PolicyChanged(at_s=self.now_s, policy=policy))
+        if faults.hits("storage_is_detached"):
+            rank = random.choice(self.ranks)
+            rank.change_storage(available=False)
+            rank.schedule.after(self.delay() * 20, lambda: rank.change_storage(available=True))
+        # By their numbers and not drawn, so that it comes at any time.
+        if self._stores_all and self.arrivals_left % 23 == 7 and faults.hits("all_is_stored"):
+            schedule.after(0.0, self._store_all, (0.02, 1.0, 20.0, 0.0)[self.arrivals_left % 4])
+        if faults.hits("rank_dies"):
+            schedule.after(random.random() * 0.05, self._die, random.randrange(len(self.ranks)))
         return True
 
-    def _store_all(self, within_s: float) -> None:
-        call = self.faults.counts["all_is_stored"]
-        self._to_report.add(call)
-        self.step(events.StoreRequested(at_s=self.now_s, call=call, within_s=within_s))
+    def submit(self, script: Script) -> None:
+        """Have the callers of all ranks submit a request, each at its own time."""
+        self._live[script.request_id] = script
+        for rank in self.ranks:
+            if rank.is_alone:
+                rank.submit(script, self.turns.epoch)
+            else:
+                self.schedule.after(rank.delay(), rank.submit, script, self.turns.epoch)
+        size = self.settings.page_size
+        keys = script.tokens[: len(script.tokens) // size * size]
+        if self.neighbours is not None:
+            self.neighbours.arrived(script.namespace, keys)
+        if self.orchestrator is not None:
+            self.orchestrator.arrived(script.namespace, keys)
 
-    def _all_stored(self, command: commands.ReportStored) -> None:
-        if command.call not in self._to_report:
+    def ended(self, script: Script, rank: int, end: str) -> None:
+        """Note the end of a request on one rank. Once it has ended on all, its client goes on."""
+        if rank in script.ends:
+            raise Violation(f"{script.request_id} ended more than once: {script.ends}, {end}")
+        script.ends[rank] = end
+        if len(script.ends) < len(self.ranks):
+            return
+        kinds = set(script.ends.values())
+        if len(kinds) > 1 and LOST_RANK not in kinds and not kinds <= {"aborted", "ranks differ"}:
+            raise Violation(f"{script.request_id} ended in different ways: {script.ends}")
+        del self._live[script.request_id]
+        if LOST_RANK in kinds and len(kinds) > 1:
+            end = LOST_RANK
+            self.retracted_ids.discard(script.request_id)
+        counted = end.partition(",")[0]
+        if script.was_ready and counted not in ("internal error", LOST_RANK):
+            counted = "READY"
+        self.ends[counted] = self.ends.get(counted, 0) + 1
+        script.client.ended(script, end)
+
+    def begin_later(self, client: Client) -> None:
+        """Have a client make its next request, but not while a rank is lost."""
+        if self.turns.is_whole:
+            self.schedule.after(self.delay(), client.begin)
+        else:
+            self._waiting.append(client)
+
+    # --- Losing a rank ---
+
+    def _die(self, number: int) -> None:
+        """End a rank's process. The others notice it, each at its own time."""
+        dead = self.ranks[number]
+        if not self.turns.is_whole or not self._live:
+            return
+        dead.die()
+        for rank in self.ranks:
+            if rank is not dead:
+                self.schedule.after(0.05 + rank.delay(), rank.go_solo)
+        self.schedule.after(0.2 + self.random.random(), dead.come_back)
+
+    def has_formed(self) -> None:
+        """Go on with a new group."""
+        self._to_report.clear()
+        if self.orchestrator is not None:
+            self.orchestrator.forget()
+        waiting, self._waiting = self._waiting, []
+        for client in waiting:
+            self.begin_later(client)
+
+    # --- Calls about all requests ---
+
+    def _store_all(self, within_s: float) -> None:
+        if self.turns.is_whole:
+            call = self.faults.counts["all_is_stored"]
+            self._to_report |= {(rank.number, call) for rank in self.ranks}
+            self.ranks[0].tell(events.StoreRequested(at_s=self.now_s, call=call, within_s=within_s))
+
+    def all_stored(self, rank: Rank, command: commands.ReportStored) -> None:
+        """Take the report of a request to store everything."""
+        if rank.is_solo:
+            return
+        if (rank.number, command.call) not in self._to_report:
             raise Violation(f"{command}, which was not asked for, or is reported twice")
-        self._to_report.remove(command.call)
+        self._to_report.remove((rank.number, command.call))
         self._stored = command
         if min(command.stored, command.present, command.left - command.failed, command.failed) < 0:
             raise Violation(f"{command} does not add up")
@@ -274,10 +272,10 @@ class World:
     def _store_at_end(self) -> None:
         """Store everything without faults: of what the policy lets pass, storage must have all that fits the host."""
         self.faults.counts["all_is_stored"] += 1
-        self.faults.is_over = True
+        for faults in (self.faults, *(rank.faults for rank in self.ranks)):
+            faults.is_over = True
         self._store_all(3600.0)
-        while self.schedule.run_next():
-            pass
+        self._run_all()
         if self._to_report:
             raise Violation(f"requests {self._to_report} to store everything have no report")
         assert self._stored is not None
@@ -286,388 +284,44 @@ class World:
         lacking = [node for node in core.state.index.nodes() if not tree.is_stored(node)]
         if self._stored.left != sum(node.page_count for node in lacking):
             raise Violation(f"{self._stored}, but storage lacks {lacking}")
+        flipped = {page for rank in self.ranks for page in rank.host.flipped}
         for node in lacking:
             # Below a page that the policy keeps out nothing is stored, and of a path only what the host has room for.
             path = core.state.index.path(node)
             is_rare = settings.write == "selective" and any(each.served < settings.write_hits_min for each in path)
             is_short = max(each.depth_pages for each in node.subtree()) * settings.page_size < settings.write_tokens_min
-            is_flipped = any(page in self.host.flipped for each in path for page in each.host or ())
+            is_flipped = any(page in flipped for each in path for page in each.host or ())
             if not (is_held or is_rare or is_short or is_flipped or node.depth_pages > settings.host_pages):
                 raise Violation(f"{self._stored}, but storage lacks {node}")
 
-    def _change_storage(self, *, available: bool) -> None:
-        component_pages = available and bool(self.settings.components)
-        self.step(events.StorageChanged(at_s=self.now_s, available=available, component_pages=component_pages))
-
-    def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
-        """Submit a request."""
-        self._callers[caller.request_id] = caller
-        full = len(caller.tags) * self.settings.page_size
-        self.step(
-            events.RequestArrived(
-                at_s=self.now_s,
-                request_id=caller.request_id,
-                request_number=caller.request_number,
-                keys=caller.tokens[:full],
-                rest=caller.tokens[full:] if self.settings.components else b"",
-                prompt_tokens=len(caller.tokens),
-                namespace=caller.namespace,
-                prefills=tuple(self.peers[number].name for number in caller.prefills),
-                deadline_at_s=caller.deadline_at_s,
-                priority=priority,
-                cache=cache,
-                can_recompute=caller.can_recompute,
-                generation=self._generations.get(caller.request_id, -1) + 1,
-                lent_pages=tuple(caller.pages),
-                lent_components={name: tuple(pages) for name, pages in caller.lent_components.items()},
-                held_pages=caller.held,
-                early=self.early_callers is not None and self.early_callers.draw(),
-                # By the number and not drawn, so that other draws of a seed stay what they were.
-                tokens_max=len(caller.tokens) + caller.request_number % 5 if caller.request_number % 3 == 0 else 0,
-                peers=() if self.neighbours is None else self.neighbours.draw(),
-            )
-        )
-        if self.neighbours is not None:
-            self.neighbours.arrived(caller.namespace, caller.tokens[:full])
-        if self.orchestrator is not None:
-            self.orchestrator.arrived(caller.namespace, caller.tokens[:full])
-
-    def end(self, caller: Caller) -> None:
-        """Forget a request that has ended for its caller."""
-        del self._callers[caller.request_id]
-
-    def leave_tokens(self, caller: Caller, tags: list[int]) -> None:
-        """Keep the tokens that a request leaves, which operations may name until the core forgets them."""
-        self._left[caller.request_number] = tags
-
-    def tokens_left(self, request_number: int) -> list[int]:
-        """Return the tags of the tokens that a request left."""
-        if request_number not in self._left:
-            raise Violation(f"the tokens of request number {request_number} were forgotten while they are needed")
-        return self._left[request_number]
-
-    def tags_put(self, command: commands.StorePages | commands.FetchPages) -> list[int]:
-        """Return the tags of the prompt whose pages are put."""
-        if isinstance(command, commands.StorePages) and command.request_number:
-            return self.tokens_left(command.request_number)
-        namespace, keys = self.core.keys_put(command.op)
-        return self.contents.tags(namespace, keys, self.settings.key_bytes)
-
-    def lose_writer(self, writer: str) -> None:
-        """Report that a peer is unreachable."""
-        event = events.WriterLost(at_s=self.now_s, writer=writer, cause="injected")
-        for room in self.core.rooms.of_writer(writer):
-            self._lose(room.request.request_id)
-        self.step(event)
-
-    def flip_one(self, pool: SimulatedPool, pages: PageIds) -> None:
-        """Flip a bit of one of these host pages, if that fault strikes."""
-        if self.faults.hits("host_page_is_flipped"):
-            pool.flipped.add(self._random.choice(pages))
-
-    def note_losses(self, event: events.Event) -> None:
-        """Count the loss of a live room that an event ends: its request may fail."""
-        if isinstance(event, events.RoomRefused | events.RoomFailed) and self.core.rooms.live(
-            event.request_id, event.generation
-        ):
-            self._lose(event.request_id)
-
-    def _lose(self, request_id: str) -> None:
-        self._callers[request_id].losses += 1
-
-    def _attempts(self) -> dict[str, int]:
-        """Attempts of live requests at their prefills."""
-        return {request_id: request.attempts.count for request_id, request in self.core.state.requests.items()}
-
-    # --- The core ---
-
-    def step(self, event: events.Event) -> None:
-        """Pass an event to the core, and execute its commands."""
-        if self._is_stepping:
-            raise Violation("a command was answered before its step was over")
-        self._is_stepping = True
-        self.event_count += 1
-        self.recent.append((event, []))
-        self.raising.begin_step()
-        attempts = self._attempts() if isinstance(event, events.ClockAdvanced) else {}
-        wishes = self.core.step(event)
-        for request_id, count in self._attempts().items() if attempts else ():
-            if count > attempts.get(request_id, count):
-                self._lose(request_id)  # Its prefill sent nothing within its share of the deadline.
-        self.raising.end_step()
-        self.recent[-1] = (event, wishes)
-        self.digest = zlib.crc32(ENCODER.encode(event), self.digest)
-        for wish in wishes:
-            self.digest = zlib.crc32(ENCODER.encode(wish), self.digest)
-            self._execute[type(wish)](wish)
-        self._is_stepping = False
-        for pool in (self.core.state.device, self.core.state.host):
-            if pool.free + pool.owned + pool.cached + pool.draining != pool.total:
-                raise Violation(f"pool {pool.name} does not add up")
-        self.component_pages.check_sums()
-        self.component_pages.check_moves(self.core)
-        if not any(isinstance(wish, commands.SendAbort) for wish in wishes):
-            # A room left in the same step may have pages in the quarantine that it extended into.
-            self._check_quota({request_id for request_id, state in self.core.moves if state is State.MATCH})
-        if self.event_count % AUDIT_EVENTS == 0:
-            audit(self)
-        self._arm_clock()
-
-    def _check_quota(self, admitted: set[str]) -> None:
-        """Check that peers of the requests just admitted are within their quotas, or serve one large prompt alone."""
-        limit = self.settings.prefill_quota_pages
-        if limit is None or not admitted:
+    def hinted(self, rank: Rank, command: commands.ReportHinted) -> None:
+        """Take the answer to a hint: all ranks have it, and the first one was asked."""
+        if rank.number or rank.is_solo:
             return
-        withheld: dict[str, list[int]] = {}
-        for request in self.core.state.requests.values():
-            if request.held.lock is not None and not request.is_ready and not request.recompute.is_chosen:
-                peer = self.peers[self._callers[request.request_id].prefills[request.prefill_number]].name
-                pages = request.page_count - request.held.matched + len(request.held.reserve)
-                withheld.setdefault(peer, []).append(pages)
-        for left in self.core.rooms.quarantine:
-            withheld.setdefault(left.prefill, []).append(len(left.pages))
-        for request_id in admitted:
-            request_now = self.core.request(request_id)
-            if (
-                request_now is None
-                or request_now.is_ready
-                or request_now.recompute.is_chosen
-                or request_now.held.lock is None
-            ):
-                continue
-            if request_now.page_count == request_now.held.matched and not request_now.held.reserve:
-                continue  # It withholds nothing that others do not, and is always admitted.
-            pages_by_room = [pages for pages in withheld[request_now.prefill] if pages]
-            if len(pages_by_room) > 1 and sum(pages_by_room) > limit:
-                raise Violation(
-                    f"{request_id} was admitted, and {request_now.prefill} withholds {sum(pages_by_room)} device pages;"
-                    f" its quota is {limit}"
-                )
-
-    def tell_now(self, event: events.Event) -> None:
-        """Pass on an event that was created earlier, with the current time."""
-        self.step(msgspec.structs.replace(event, at_s=self.now_s))
-
-    def _arm_clock(self) -> None:
-        due_s = self.core.next_deadline_s()
-        if due_s is not None and due_s < self._clock_at_s:
-            late_s = self.delay() * 10 if self.faults.hits("clock_is_late") else 0.0
-            self._clock_at_s = max(due_s, self.now_s) + late_s
-            self.schedule.at(self._clock_at_s, self._tick)
-
-    def _tick(self) -> None:
-        self._clock_at_s = float("inf")
-        due_s = self.core.next_deadline_s()
-        if due_s is not None and due_s <= self.now_s:
-            self.step(events.ClockAdvanced(at_s=self.now_s))
-        else:
-            self._arm_clock()
-
-    # --- Commands ---
-
-    def _nothing(self, command: commands.Command) -> None:
-        pass
-
-    def _fetch(self, command: commands.FetchPages) -> None:
-        if command.peer:
-            self._with_neighbours(command).fetch(command)
-        elif command.component == FULL:
-            self.storage.fetch(command)
-        else:
-            self.component_storage.fetch(command)
-
-    def _share(self, command: commands.SharePages) -> None:
-        self._with_neighbours(command).share(command)
-
-    def _with_neighbours(self, command: commands.Command) -> Neighbours:
-        if self.neighbours is None:
-            raise Violation(f"{command}, but there is no other decode worker")
-        return self.neighbours
-
-    def _hinted(self, command: commands.ReportHinted) -> None:
         if self.neighbours is not None and self.neighbours.is_asked_by(command):
             self.neighbours.answered(command)
         elif self.orchestrator is not None:
             self.orchestrator.answered(command)
 
-    def _promise(self, command: commands.SendPromise) -> None:
-        caller = self._callers[command.request_id]
-        settings = self.settings
-        if command.generation <= self._generations.get(command.request_id, -1):
-            raise Violation(f"{command} has a generation that was used before")
-        self._generations[command.request_id] = command.generation
-        tags = caller.tags + caller.tail
-        promised_pages = -(-command.promised_tokens // settings.page_size)
-        if (
-            command.prompt_tokens != len(caller.tokens)
-            or promised_pages + len(command.pages) != len(tags)
-            or (command.promised_tokens % settings.page_size and command.promised_tokens != len(caller.tokens))
-        ):
-            raise Violation(f"{command} does not cover the prompt once")
-        self.component_pages.check_promise(command.component_pages, command.prompt_tokens)
-        prompt = Prompt(tags, caller.component_tags)
-        self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], prompt)
-
-    def _recompute(self, command: commands.Recompute) -> None:
-        caller = self._callers[command.request_id]
-        assert isinstance(caller.client, Client)
-        caller.client.recompute(caller, command)
-
-    def _ready(self, command: commands.ReportReady) -> None:
-        caller = self._callers[command.request_id]
-        caller.ends.append("READY")
-        self._count_end(caller, "READY")
-        self.device.expect(command.pages, caller.tags + caller.tail, command.request_id)
-        if self.early_callers is not None:
-            self.early_callers.ready(command)
-        if sum(command.sources.values()) != len(caller.tokens) or min(command.sources.values()) < 0:
-            raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
-        caller.pages, caller.reserve = command.pages[:], command.reserve[:]
-        if (command.component_pages is None) != (not self.settings.components):
-            raise Violation(f"{command} has tails although there are no components, or none although there are")
-        component_pages = command.component_pages or ()
-        caller.component_pages = LiveComponents(component_pages, len(caller.tokens))
-        self.check_components(caller, command.request_id)
-        assert isinstance(caller.client, Client)
-        caller.client.ready(caller)
-
-    def _early(self, command: commands.ReportEarly | commands.ReportLayers | commands.ReportLayersLost) -> None:
-        callers = self.early_callers
-        if callers is None:
-            raise Violation(f"{command}, but no caller begins early")
-        match command:
-            case commands.ReportEarly():
-                callers.begin(command)
-            case commands.ReportLayers():
-                callers.advance(command)
-            case commands.ReportLayersLost():
-                callers.lose(command)
-
-    def has_aborted(self, caller: Caller) -> None:
-        """End what a caller that has just aborted its request still uses of its pages."""
-        if self.early_callers is not None:
-            self.early_callers.aborted(caller)
-
-    # --- Used by callers that begin early ---
-
     @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.settings.page_size
-
-    def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
-        """Schedule an action."""
-        self.schedule.after(delay_s, action, *arguments)
-
-    def early_caller(self, request_id: str) -> Caller:
-        """Return the caller of a live request."""
-        return self._callers[request_id]
-
-    @property
-    def may_abort(self) -> bool:
-        """Whether callers abort between layers."""
-        return self.faults.is_on("abort")
-
-    def abort_early(self, caller: EarlyCaller) -> None:
-        """Abort the request, unless it has ended."""
-        if self._callers.get(caller.request_id) is caller:
-            assert isinstance(caller, Caller)
-            caller.client.abort(caller)
-
-    def _restored(self, command: commands.ReportRestored) -> None:
-        caller = self._callers[command.request_id]
-        caller.ends.append(command.cause)
-        self._count_end(caller, f"partial: {command.cause}" if command.cause else "READY")
-        self._check_cause(caller, command.cause, command.detail)
-        assert isinstance(caller.client, LendingClient)
-        caller.client.restored(caller, command)
-
-    def _offered(self, command: commands.ReportOffered) -> None:
-        self.offered_by.pop(command.offer).offered(command)
-
-    def check_components(self, caller: Caller, who: str) -> None:
-        """Check the component pages of a ready request."""
-        self.component_pages.check_ready(caller.component_pages.tables, len(caller.tokens), caller.component_tags, who)
-
-    def _failed(self, command: commands.ReportFailed) -> None:
-        caller = self._callers[command.request_id]
-        if caller.is_ready and command.cause == "internal error":
-            # A rule raised after the restore had succeeded: the request fails although its caller already had it.
-            caller.ends = []
-            if all(backup.request_number != caller.request_number for backup in self.core.backups):
-                self._left.pop(caller.request_number, None)
-            if self.retracting.pop(caller.request_id, None):
-                self.retracted_ids.remove(caller.request_id)
-        caller.ends.append(command.cause)
-        self._count_end(caller, command.cause)
-        if self.settings.lends_device and command.cause not in ("aborted", "internal error"):
-            raise Violation(f"{command}, but with lent pages that is a partial outcome")
-        self._check_cause(caller, command.cause, command.detail)
-        caller.client.failed(caller)
-
-    def _check_cause(self, caller: Caller, cause: str, detail: str) -> None:
-        allowed = {
-            "": True,
-            "aborted": caller.has_aborted,
-            "deadline": caller.deadline_at_s <= self.now_s,
-            "internal error": Injected.__name__ in detail,
-            "recompute failed": caller.recompute_failed,
-            **dict.fromkeys(PREFILL_CAUSES, caller.losses >= len(caller.prefills) * self.settings.attempts_per_prefill),
-        }
-        if not allowed.get(cause, False):
-            raise Violation(f"{caller.request_id} ended by {cause!r}, but nothing of that kind has happened to it")
-
-    def _count_end(self, caller: Caller, end: str) -> None:
-        if len(caller.ends) > 1:
-            raise Violation(f"{caller.request_id} ended more than once: {caller.ends}")
-        self.ends[end] = self.ends.get(end, 0) + 1
-
-    def _give_reserve(self, command: commands.GiveReserve) -> None:
-        self._callers[command.request_id].reserve += command.pages
-
-    def _retracted(self, command: commands.ReportRetracted) -> None:
-        caller, tokens = self.retracting.pop(command.request_id)
-        assert isinstance(caller.client, Client)
-        caller.client.retracted(caller, tokens, command)
-
-    def _forget_tokens(self, command: commands.ForgetTokens) -> None:
-        if self._left.pop(command.request_number, None) is None:
-            raise Violation(f"{command}, which were forgotten before")
+    def with_neighbours(self) -> Neighbours:
+        """The other decode workers. Raises a Violation if there are none."""
+        if self.neighbours is None:
+            raise Violation("a read from or for another decode worker, but there is none")
+        return self.neighbours
 
     # --- The end ---
 
     def _check_end(self) -> None:
-        audit(self)
+        for rank in self.ranks:
+            rank.check_end()
+        if self._live or self._waiting:
+            raise Violation(f"requests never ended: {list(self._live)}, {len(self._waiting)} clients wait")
+        if len({rank.events for rank in self.ranks}) > 1:
+            raise Violation(f"ranks took different numbers of events: {[rank.events for rank in self.ranks]}")
+        if len({rank.books() for rank in self.ranks}) > 1:
+            raise Violation("the trees or free lists of the ranks differ at the end")
         if self.orchestrator is not None:
             self.orchestrator.check_end()
         if self.neighbours is not None:
             self.neighbours.check_end()
-        core = self.core
-        if self._callers:
-            stuck = next(iter(self._callers))
-            raise Violation(f"{len(self._callers)} requests never ended, among them {core.request(stuck)}")
-        left = {
-            name: count
-            for name, count in core.statistics().items()
-            if count
-            and (
-                name.startswith("requests_")
-                or name.endswith(("_owned", "_draining", "_protected"))
-                or name in ("queue", "loads", "backups", "offers", "operations", "rooms")
-            )
-        }
-        if left or not core.is_idle or core.next_deadline_s() is not None:
-            raise Violation(f"all requests have ended, but the core still holds {left}")
-        is_quiet = self.device.is_quiet and self.host.is_quiet and self.component_pages.is_quiet
-        if self._left or self.outcomes.open_count or not is_quiet:
-            raise Violation("all requests have ended, but tokens or operations are left")
-
-
-def _encode_array(value: object) -> bytes:
-    assert hasattr(value, "tobytes"), value
-    encoded = value.tobytes()
-    assert isinstance(encoded, bytes)
-    return encoded
-
-
-ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -17,12 +17,14 @@ Every kind of fault that the simulator injects, and the required behavior. Gener
 tools.faults_page`; a test compares. `tidekv simulate --faults all` draws from its seed which kinds
 are enabled and how often each strikes; `--faults NAME,NAME` enables single ones.
 
+On several ranks every kind strikes one rank at a time, but for those of calls, which all callers make alike.
 The same checks apply to all of them, after each step, every 100 events and at the end of a run: every pool adds up,
-no page has two owners, `lock_ref` is the number of live receipts, the prefix closure holds, cursors only grow, each
+all ranks take equal events with equal commands, no page has two owners, `lock_ref` is the number of live receipts,
+the prefix closure holds, cursors only grow, each
 request has exactly one end, each page of a READY request holds its own bytes, no page is read or written except on
 behalf of its owner, and when all requests have ended nothing is held. A request fails only for one of these causes: a
-lost prefill (every one of its list), an abort, its own deadline, a failed computation of its caller, or the third raise
-of a rule.
+lost prefill (every one of its list), an abort, its own deadline, a failed computation of its caller, the third raise
+of a rule or, on several ranks, the loss of one and calls that differ.
 """
 
 REQUIRED: dict[str, dict[str, str]] = {
@@ -114,6 +116,15 @@ REQUIRED: dict[str, dict[str, str]] = {
         "share_raises": "As a read that failed.",
         "share_is_stuck": "Its pages are not evicted, and count towards the bound of all reads by others; nothing else "
         "waits.",
+    },
+    "Ranks": {
+        "rank_lags": "The others wait, up to their deadlines, which are those of the first rank's clock. All decide "
+        "alike.",
+        "rank_dies": "The requests of the other ranks end with `a rank was lost`, their operations end, and all form a "
+        "group again with empty caches.",
+        "rank_misses_a_call": "Refused on all ranks after the hold time, as `ranks differ`.",
+        "rank_leaves_otherwise": "The request is dropped on all ranks, which then have the same caches.",
+        "rank_holds_more": "Refused on all ranks, as `ranks differ`.",
     },
     "Callers": {
         "abort": "FAILED at once; its pages are free, or in the quarantine while they may still be written.",

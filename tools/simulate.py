@@ -28,9 +28,9 @@ def simulate(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Ranks of one instance that must decide alike; 0: a single core. By default the seed draws it: one in"
-            " four runs on 2 to 4 ranks, with a quarter of the requests.",
-            min=0,
+            help="Ranks of one instance that must decide alike. By default the seed draws it: one in four runs on 2 to"
+            " 4 ranks, with a quarter of the requests.",
+            min=1,
             max=RANKS_MAX,
         ),
     ] = None,
@@ -40,7 +40,7 @@ def simulate(
         typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some of them."),
     ] = False,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Other decode workers in every seed, each of one core; by default in some.")
+        bool, typer.Option("--peers", help="Other decode workers in every seed, each on one rank; by default in some.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
@@ -49,18 +49,16 @@ def simulate(
 
     Exit code 1 if an invariant was violated. The first failing seeds are shrunk to the smallest
     run that still fails; its command is printed, and its journal written. Models have windows or states. With ranks,
-    each has tiers and faults of its own, and may lag or die; faults are then "all" or "none".
+    each has tiers and faults of its own, and may lag or die.
     """
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    from simulation.campaign import run_campaign, shape_of
+    from simulation.campaign import run_campaign
     from simulation.faults import FAULTS
     from simulation.smallest import find_smallest
 
-    if ranks and (faults not in ("all", "none") or without):
-        raise InvalidConfig("with --ranks, --faults must be all or none, and --without empty")
     if not journals.is_dir():
         raise InvalidConfig(f"there is no directory {str(journals)!r} to write journals to")
     chosen = faults if faults in ("all", "none") else _names(faults)
@@ -121,13 +119,13 @@ def simulate(
     for failure in campaign.failures.values():
         console.print(failure, soft_wrap=True, markup=False)
     if campaign.failures:
-        single = [seed for seed in campaign.failures if not shape_of(seed, requests, ranks=campaign.ranks).ranks]
-        for seed in single[:SMALLEST_MAX]:
+        for seed in list(campaign.failures)[:SMALLEST_MAX]:
             smallest = find_smallest(
                 seed,
                 requests,
                 chosen,
                 journals / f"simulation-{seed}.journal",
+                ranks=ranks,
                 without=left_out,
                 lends=lent,
                 neighbours=peers,

@@ -123,7 +123,7 @@ def a_request_is_ready_before_its_tails_are_copied(patch: pytest.MonkeyPatch) ->
     patch.setattr(Request, "waits_for_components", property(lambda self: False))
 
 
-@mutant(r"is not guarded by|guards reach into|has pages outside|pages kept|counted|is not such a receipt")
+@mutant(r"is not guarded by|guards reach into|has pages outside|pages kept|counted|not such a receipt|owned to cached")
 def a_split_forgets_the_tails_above_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ComponentTier, "split", lambda self, upper, lower: None)
 

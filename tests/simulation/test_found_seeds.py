@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.ranks import simulate_ranks
 from simulation.simulate import simulate
+from tests.simulation.test_early_callers import component_settings_of
 
 
 @pytest.mark.slow
@@ -16,4 +16,6 @@ def test_a_request_whose_failure_raises_once_fails_at_the_second_try() -> None:
 
 def test_a_report_that_crosses_an_early_callers_abort_is_given_to_nobody() -> None:
     """The caller had written its state record when it aborted, and READY was decided in the same turn."""
-    assert sum(simulate_ranks(249, 2, 35).ends.values()) == 35
+    faults = {"flush": 0.3, "abort": 0.3, "abort_at_once": 0.0, "rank_lags": 0.05}
+    report = simulate(5, 60, faults, ranks=2, settings=component_settings_of(5), early=True)
+    assert report.early["aborted"]

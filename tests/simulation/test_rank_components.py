@@ -7,9 +7,10 @@ from collections import Counter
 import msgspec
 import pytest
 
+from simulation import SimulationFailed, simulate
 from simulation.memory import Violation
-from simulation.rank import SimulatedRank
-from simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
+from simulation.votes import Member
+from simulation.world import World
 from tidekv.states import events
 from tidekv.states.component_specs import Component
 from tidekv.states.errors import RanksDiverged
@@ -29,18 +30,18 @@ SETTINGS = CoreSettings(
 
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_ranks_with_faults_of_their_own_decide_alike(ranks: int) -> None:
-    report = simulate_ranks(ranks, ranks, 30, settings=SETTINGS)
-    assert sum(report.ends.values()) == 30
+    report = simulate(ranks, 30, ranks=ranks, settings=SETTINGS)
+    assert sum(report.ends.values()) >= 30
 
 
 def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() -> None:
     done, faults, ends = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(20, 26):
-        report = simulate_ranks(seed, 3, 40, settings=SETTINGS)
+        report = simulate(seed, 40, ranks=3, settings=SETTINGS)
         done.update(report.component_pages)
         faults.update(report.faults)
         ends.update(report.ends)
-    assert faults["copy_fails"] and faults["copy_is_late"] and faults["command_raises"]
+    assert all(faults[f"component_copy_{what}"] for what in ("fails", "is_late", "raises")), faults
     for name in (
         "tails_sent",
         "tails_cached",
@@ -55,24 +56,25 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
 def test_ranks_become_idle_although_storage_answers_probes_and_fails_every_put() -> None:
     # Write-back to eight host pages. As long as each closing of the breaker allowed further copies to the host, this
     # seed had tens of thousands of turns after its last request.
-    report = simulate_ranks(2424097, 4, 35, always_components=True, early=False, hints=False)
-    assert sum(report.ends.values()) == 35 and report.turns < 2000
+    report = simulate(2424097, 35, ranks=4, always_components=True, early=False, hints=False)
+    assert sum(report.ends.values()) >= 35 and report.turns < 2000
 
 
 @pytest.mark.parametrize("name", ["window", "state"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_component_that_one_rank_evicts_alone_is_named(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(rank: SimulatedRank, reduced: list[int]) -> None:
-        honest(rank, reduced)
+    def decide(member: Member, reduced: list[int]) -> None:
+        honest(member, reduced)
+        rank = member._rank
         components = rank.core.state.components
         assert components is not None
         if rank.number == 1:
             components.evict(tier, name, 1)  # type: ignore[arg-type]  # One of the two.
 
-    honest = SimulatedRank.decide
-    monkeypatch.setattr(SimulatedRank, "decide", decide)
-    with pytest.raises(RanksFailed) as caught:
-        simulate_ranks(1, 3, 40, with_faults=False, settings=SETTINGS, hints=False)
+    honest = Member.decide
+    monkeypatch.setattr(Member, "decide", decide)
+    with pytest.raises(SimulationFailed) as caught:
+        simulate(1, 40, "none", ranks=3, settings=SETTINGS, hints=False)
     cause = caught.value.__cause__
     assert isinstance(cause, RanksDiverged), cause
     assert f"component {name}" in cause.parts
@@ -87,27 +89,28 @@ def test_a_failed_copy_that_one_rank_keeps_to_itself_is_seen(monkeypatch: pytest
         honest(self, event)
 
     monkeypatch.setattr(Agreement, "receive", receive)
-    with pytest.raises(RanksFailed, match=r"holds|garbage"):
+    with pytest.raises(SimulationFailed, match=r"holds|garbage"):
         for seed in range(20, 60):
-            simulate_ranks(seed, 2, 40, settings=SETTINGS, hints=False)
+            simulate(seed, 40, ranks=2, settings=SETTINGS, hints=False)
 
 
 STORAGE_FAULTS = {
-    "storage_is_short": 0.05,
-    "storage_is_late": 0.01,
-    "storage_fails": 0.005,
+    "query_promises_too_little": 0.05,
+    "fetch_is_short": 0.05,
+    "fetch_is_late": 0.01,
+    "store_fails": 0.005,
     "outcome_repeats": 0.1,
-    "copy_fails": 0.01,
-    "command_raises": 0.005,
+    "component_copy_fails": 0.01,
+    "fetch_raises": 0.005,
+    "flush": 0.2,
     "rank_dies": 0.003,
 }
 
 
-def in_storage(seed: int, ranks: int, requests: int) -> RankGroupWorld:
+def in_storage(seed: int, ranks: int, requests: int) -> World:
     """Serve requests of which many go on from what storage alone has, each rank with records of its own missing."""
     settings = msgspec.structs.replace(SETTINGS, prefetch_threshold_tokens=2)
-    world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=settings, with_faults=False)
-    world.rates |= STORAGE_FAULTS
+    world = World(seed=seed, ranks=ranks, requests=requests, settings=settings, faults=STORAGE_FAULTS)
     world.run(4)
     return world
 
@@ -118,11 +121,11 @@ def test_tails_come_from_storage_where_every_rank_has_them() -> None:
     for seed in range(106, 130):
         world = in_storage(seed, 2 + seed % 3, 40)
         assert sum(world.ends.values()) == 40
-        faults.update(world.counts)
+        faults.update(world.faults.counts)
         for rank in world.ranks:
-            done.update(rank.component_pages.counts)
+            done.update(rank.component_counts)
     assert done["components_stored"] and done["components_fetched"] >= 4, done
-    assert faults["storage_is_short"] and faults["storage_is_late"] and faults["outcome_repeats"], faults
+    assert faults["fetch_is_short"] and faults["fetch_is_late"] and faults["outcome_repeats"], faults
 
 
 def test_component_pages_that_one_rank_has_alone_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ def ready_before_the_restart(seed: int, prefill_share: float) -> int:
 
     def watch(world: World) -> None:
         worlds.append(world)
-        world.peers[0].life.is_silent = True
+        world.ranks[0].peers[0].life.is_silent = True
         world.schedule.after(RESTART_S, lambda: counts.append(world.ends.get("READY", 0)))
-        world.schedule.after(RESTART_S, world.peers[0].crash)
+        world.schedule.after(RESTART_S, world.ranks[0].peers[0].crash)
 
     counts: list[int] = []
     settings = CoreSettings(page_size=2, key_bytes=2, device_pages=48, prefill_share=prefill_share)

@@ -13,6 +13,7 @@ from simulation.prefill import Peer
 from simulation.schedule import Link, Schedule
 from simulation.simulate import settings_of
 from simulation.tiers import SimulatedCopies
+from simulation.world import World
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.records.request import Load
@@ -90,33 +91,30 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_peers_and_many_lend_or_have_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    components, lent, ranks, short_rests, peers = set(), set(), Counter[int](), set(), set()
+    components, lent, ranks_drawn, short_rests, peers = set(), set(), Counter[int](), set(), set()
 
-    def note(seed: int, requests: int, settings: CoreSettings, count: int) -> SimulationFailed:
+    def note(
+        seed: int, requests: int, faults: Chosen, *, ranks: int, without: object, neighbours: bool, **shape: bool
+    ) -> None:
+        settings = settings_of(Random(f"settings {seed}"), seed, **shape)
         components.update({seed} if settings.components else ())
         lent.update({seed} if settings.lends_device else ())
         short_rests.update({seed} if settings.recompute_threshold else ())
-        ranks[count] += 1
-        assert requests == (3 if count else 12)
-        return SimulationFailed(seed, requests, "all", ZeroDivisionError("no run"), [])
-
-    def single(seed: int, requests: int, faults: Chosen, *, without: object, neighbours: bool, **shape: bool) -> None:
         peers.update({seed} if neighbours else ())
-        raise note(seed, requests, settings_of(Random(f"settings {seed}"), seed, **shape), 0)
+        ranks_drawn[ranks] += 1
+        assert requests == (12 if ranks == 1 else 3)
+        world = World(seed=seed, requests=requests, faults="none", settings=settings)
+        raise SimulationFailed(world, requests, faults, ZeroDivisionError("no run"))
 
-    def several(seed: int, count: int, requests: int, *, with_faults: bool, **shape: bool) -> None:
-        raise note(seed, requests, settings_of(Random(f"settings {seed}"), seed, **shape), count)
-
-    monkeypatch.setattr(campaign, "simulate", single)
-    monkeypatch.setattr(campaign, "simulate_ranks", several)
+    monkeypatch.setattr(campaign, "simulate", note)
     seeds = 200
     campaign.run_campaign(first_seed=1, seeds=seeds, requests=12)
     assert components | short_rests | peers == set(range(1, seeds + 1))
     assert seeds * 0.1 < len(peers) < seeds * 0.3
     assert seeds * 0.05 < len(short_rests) < seeds * 0.15
     assert seeds / 3 <= len(lent) <= seeds / 2
-    assert set(ranks) == {0, 2, 3, 4}
-    assert seeds * 0.15 < seeds - ranks[0] < seeds * 0.35
+    assert set(ranks_drawn) == {1, 2, 3, 4}
+    assert seeds * 0.15 < seeds - ranks_drawn[1] < seeds * 0.35
 
 
 def test_settings_can_be_given() -> None:
