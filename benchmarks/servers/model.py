@@ -15,9 +15,9 @@ SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a Llama, of a Gemma 3 with `window`, of an LFM2 with `has_states`, or of a DeepSeek V2 with `latent`.
+    """Sizes of a Llama, a Gemma 3 with `window`, a Falcon H1 with `has_states`, or a DeepSeek V2 with `latent`.
 
-    `window`: every other layer sees that many tokens only. `has_states`: every other layer keeps a state instead of KV.
+    `window`: every other layer sees that many tokens only. `has_states`: each layer keeps a state beside its KV.
     `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `has_draft`: with an EAGLE
     draft, most of whose tokens the model accepts if the draft has its KV, and next to none without. `for_sglang`: with
     `window` a Mellum, whose windows have a pool of their own in SGLang; with `latent` the configuration that it reads.
@@ -62,10 +62,10 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
     from transformers import (
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
+        FalconH1Config,
+        FalconH1ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
-        Lfm2Config,
-        Lfm2ForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         PreTrainedTokenizerFast,
@@ -101,16 +101,17 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
             )
         )
     elif shape.has_states:
-        kinds = ["conv", "full_attention"] * shape.layers
-        model = Lfm2ForCausalLM(
-            Lfm2Config(
-                # vLLM ties both in any case.
-                **(sizes | {"tie_word_embeddings": True}),
-                layer_types=kinds[: shape.layers],
-                block_auto_adjust_ff_dim=False,
-                # Names that vLLM reads.
-                block_dim=shape.hidden,
-                conv_dim=shape.hidden,
+        model = FalconH1ForCausalLM(
+            FalconH1Config(
+                **sizes,
+                head_dim=head_dim,
+                # A record is smaller than a block of KV of 32 tokens: vLLM makes blocks larger if it is not.
+                mamba_d_ssm=128,
+                mamba_n_heads=8,
+                mamba_d_head=16,
+                mamba_n_groups=1,
+                mamba_d_state=16,
+                mamba_chunk_size=64,
             )
         )
     elif shape.window is None:

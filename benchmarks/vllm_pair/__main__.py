@@ -91,7 +91,7 @@ def conversations(
     ] = "{}",
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
     states: Annotated[
-        bool, typer.Option("--states", help="Serve an LFM2, half of whose layers keep states instead of KV.")
+        bool, typer.Option("--states", help="Serve a Falcon H1, whose layers keep states beside their KV.")
     ] = False,
     draft: Annotated[
         bool,

@@ -72,8 +72,8 @@ def model_options(model: Path, shape: ModelShape, prompt_tokens: int) -> dict[st
         draft = {"method": "eagle", "model": str(model / DRAFT), "num_speculative_tokens": 3}
         return {"further": (f"--speculative-config={json.dumps(draft)}",)}
     if shape.has_states:
-        # The tokens of a plain server on a CPU are not those of transformers, with or without prefix caching, for which
-        # vLLM copies states from block to block.
+        # With prefix caching a plain server on a CPU ends with its first long prompt, in Mamba2's mixer: the kernel
+        # returns the state behind the last chunk only.
         return {"further": ("--no-enable-prefix-caching",)}
     if shape.latent is None:
         return {}

@@ -13,7 +13,6 @@ import torch
 
 from tests.support.vllm_contract import BLOCK, LAYERS, MambaSpec, SlidingWindowSpec
 from tests.support.vllm_handover import STATE_BYTES, HandoverVllm, kv_of, request_of, started_vllms, state_of
-from tidekv.engine.integrations.vllm.handover import groups
 from tidekv.engine.integrations.vllm.handover.groups import ComponentBlocks, read_groups
 
 pytestmark = pytest.mark.nixl
@@ -29,7 +28,6 @@ Start = Callable[..., HandoverVllm]
 @pytest.fixture
 def start(connector: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes vLLMs, which end with the test."""
-    monkeypatch.setattr(groups, "HANDS_OVER_STATES", True)
     with started_vllms(connector, monkeypatch, further=GROUPS) as start_one:
         yield start_one
 

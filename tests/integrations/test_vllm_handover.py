@@ -19,7 +19,6 @@ from tests.support.vllm_contract import (
     LAYERS,
     FullAttentionSpec,
     KVConnectorRole,
-    MambaSpec,
     SlidingWindowSpec,
     configs_of,
 )
@@ -891,7 +890,6 @@ def test_prompts_that_a_restore_would_not_serve_are_not_looked_up(start: Start, 
             {"further": [SlidingWindowSpec(block_size=16)]},
             "windows with blocks of 16 tokens beside full KV with blocks of 8",
         ),
-        ({"listen": "127.0.0.1:0"}, {"further": [MambaSpec()]}, "KV of MambaSpec cannot be handed over"),
         ({"listen": "127.0.0.1:65535"}, {"tensor_parallel_size": 2}, "port 65536"),
         (
             {"listen": "127.0.0.1:0", "engine": {"journal": {"path": "/no/such"}}},

@@ -63,6 +63,12 @@ async def test_every_form_of_the_cpu_kernel_is_converted_exactly() -> None:
     assert all(compared.values())
 
 
+async def test_blocks_of_windows_and_states_are_handed_over_from_where_vllm_keeps_them() -> None:
+    code, printed = await program("tests.support.vllm_tables")
+    assert code == 0, printed[-4000:]
+    assert json.loads(printed.splitlines()[-1]) == {"none": 196, "align": 196}
+
+
 async def test_a_server_is_served_from_host_memory_and_storage_and_survives_damage(tmp_path: Path) -> None:
     options = ("--connector", "tidekv-single", "--conversations", 3, "--turns", 5, "--tokens", "200:900")
     events = ("--at", "1:reset:decode-0", "--at", "2:restart:decode-0", "--at", "4:damage:decode-0")
@@ -203,6 +209,16 @@ async def test_models_with_latent_attention_are_handed_over(tmp_path: Path) -> N
     assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
 
 
+async def test_models_with_states_are_handed_over_and_survive_faults(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 4, "--tokens", "300:1000", "--parallel", 2)
+    events = ("--at", "1:reset:decode-0", "--at", "2:kill:prefill-0", "--at", "3:kill:decode-0", "--aborts", 0.3)
+    figures = await serve(tmp_path / "figures", *options, "--states", *events)
+    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    assert counts["restore_tokens_transfer"] > 0, counts
+    # The full KV of earlier turns; their states are sent by prefill unless a turn ended with a block.
+    assert counts["restore_tokens_l2"] > 0, counts
+
+
 @pytest.mark.parametrize("model", [("--window", 256)], ids=["windows"])
 async def test_models_with_windows_are_handed_over_and_survive_faults(
     tmp_path: Path, model: tuple[str | int, ...]
@@ -215,6 +231,30 @@ async def test_models_with_windows_are_handed_over_and_survive_faults(
     assert counts["restore_tokens_transfer"] > 0, counts
     assert counts["restore_tokens_l2"] > 0, counts
     assert counts["restore_tokens_l3"] > 0, counts
+
+
+async def test_an_eagle_draft_is_accepted_after_a_hand_over_as_it_is_on_one_server(tmp_path: Path) -> None:
+    options = ("--draft", "--conversations", 3, "--turns", 3, "--tokens", "200:700", "--at", "2:reset:decode-0")
+    code, printed = await program(
+        "benchmarks.vllm_pair",
+        *options,
+        "--connector",
+        "single",
+        "--connector",
+        "tidekv",
+        "--json",
+        tmp_path / "figures",
+    )
+    assert code == 0, printed[-4000:]
+    accepted = {}
+    for one in json.loads(await asyncio.to_thread((tmp_path / "figures").read_text))["figures"]:
+        drafted, taken = (one["metrics"][f"vllm:spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
+        accepted[one["variant"]] = taken / drafted
+        counts = {name: one["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    assert accepted["single"] > 0.5, accepted
+    assert accepted["tidekv"] > accepted["single"] - 0.05, accepted
+    assert counts["restore_tokens_transfer"] > 0, counts
+    assert counts["restore_tokens_l2"] > 0, counts
 
 
 async def test_later_turns_are_served_by_decode_alone(tmp_path: Path) -> None:

@@ -26,8 +26,6 @@ from tidekv.states.errors import InvalidConfig
 
 COMPONENT_KINDS: Final[Mapping[str, ComponentKind]] = {"SlidingWindowSpec": "window", "MambaSpec": "state"}
 """The kind of a component by vLLM's name of what a group of layers keeps."""
-HANDS_OVER_STATES = False
-"""Whether states are handed over: not before real servers have given the tokens of one server with them."""
 DRAFTS: Final = ("draft_model",)
 """vLLM's names of drafts whose KV of a position depends on the tokens up to it, as that of the model does."""
 NEXT_TOKEN_DRAFTS: Final = ("eagle", "eagle3", "mtp")
@@ -104,8 +102,8 @@ def read_groups(kv_cache_groups: Sequence[Any], speculative: Any = None) -> Bloc
         kind = COMPONENT_KINDS.get(name)
         if name in KINDS:
             full.append(number)
-        elif kind is None or (kind == "state" and not HANDS_OVER_STATES):
-            known = ", ".join((*KINDS, "SlidingWindowSpec"))
+        elif kind is None:
+            known = ", ".join((*KINDS, *COMPONENT_KINDS))
             raise InvalidConfig(
                 f"KV of {name} cannot be handed over, that of {known} can: serve this model without this connector"
             )
