@@ -39,7 +39,8 @@ SOURCES = {
         ("external_kv_transfer", "connector"),
         ("local_compute", "computed by decode"),
     )
-} | {
+}
+DRAFTED = {
     "vllm:spec_decode_num_draft_tokens_total": "tokens of the draft",
     "vllm:spec_decode_num_accepted_tokens_total": "tokens of the draft that were accepted",
 }
@@ -194,7 +195,7 @@ def conversations(
     figures = asyncio.run(run())
     shown = console()
     shown.print(first_token_table(load, figures))
-    shown.print(totals_table(figures, titles=SOURCES, ours="vllm:tidekv_"))
+    shown.print(totals_table(figures, titles=SOURCES | (DRAFTED if draft else {}), ours="vllm:tidekv_"))
     print_lost(figures)
     if json_file is not None:
         report = {"about": about("python3 dev.py vllm"), "figures": [as_json(one) for one in figures]}
