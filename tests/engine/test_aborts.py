@@ -13,7 +13,7 @@ import pytest
 from tests.support.threads import thread_names, threads_left
 from tidekv import ReadyRequest, open_storage
 
-REQUESTS = 10_000
+REQUESTS = 5_000
 AT_ONCE = 32
 IDS = 500
 
@@ -40,7 +40,7 @@ async def run_batch(pair, abort_at_random, source: random.Random, first: int, co
 
 
 @pytest.mark.slow
-async def test_ten_thousand_aborts_leave_nothing_behind(make_pair, abort_at_random, resident_bytes) -> None:
+async def test_five_thousand_aborts_leave_nothing_behind(make_pair, abort_at_random, resident_bytes) -> None:
     source = random.Random(7)
     storage = open_storage("memory:?capacity=128KiB")
     # A reported hold-up reads source files, which stay in Python's own cache: not what is counted here.
