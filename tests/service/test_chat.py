@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -20,6 +20,9 @@ from tests.support.page_looks import PHONE_WIDTH, check_looks
 from tests.support.threads import one_torch_thread
 from tidekv.engine.demo.model import ModelShape, build_llama
 from tools.browser import find_browser, opened_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.nixl
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium")
@@ -163,35 +166,42 @@ def test_the_commands_of_the_readme_are_answered(service) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_the_page_shows_each_answer_with_its_sources_and_first_token(serving, tmp_path: Path, is_dark: bool) -> None:
-    with serving(tmp_path / "log") as service, opened_page(service.url, is_dark=is_dark) as page:
-        page.wait_for_selector("#random:not([hidden])")
-        assert "learned nothing" in page.inner_text("#random")
-        check_looks(page)
-        for number in range(2):
-            page.fill("#prompt", "What is a KV cache?")
-            page.press("#prompt", "Enter")
-            # The page takes the next message once the stream has ended, which is after the facts.
-            whole = ".assistant:not(.live) .facts"
-            page.wait_for_function(f"document.querySelectorAll('{whole}').length === {number + 1}")
-        (first, second) = page.query_selector_all(".assistant")
-        assert len(first.query_selector(".text").inner_text().split()) > 10
-        tokens = [
-            {
-                name: int(answer.query_selector(f"[data-source={name}] b").inner_text().replace(",", ""))
-                for name in ("device", "host", "storage", "prefill")
-            }
-            for answer in (first, second)
-        ]
-        assert tokens[0]["device"] == 0 < tokens[0]["prefill"]
-        assert tokens[1]["device"] > tokens[1]["prefill"]
-        assert "ms" in first.query_selector("[data-fact=first-token]").inner_text() or "s" in first.inner_text()
-        check_looks(page)
-        page.set_viewport_size({"width": PHONE_WIDTH, "height": 800})
-        check_looks(page)
-        page.goto(f"{service.url}/status")
-        page.wait_for_selector("#pools .bar")
-        check_looks(page)
-        assert page.is_hidden("th.wide")
-        service.wait_idle()
+def test_the_page_shows_each_answer_with_its_sources_and_first_token_light_and_dark(serving, tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as service:
+        for is_dark in (False, True):
+            with opened_page(service.url, is_dark=is_dark) as page:
+                check_page(page, service.url)
+            service.wait_idle()
+            # The other one begins with the same prompt, of which nothing is cached.
+            assert httpx.post(f"{service.url}/flush", json={"tiers": ["l1", "l2"]}).status_code == 200
+
+
+def check_page(page: Page, url: str) -> None:
+    page.wait_for_selector("#random:not([hidden])")
+    assert "learned nothing" in page.inner_text("#random")
+    check_looks(page)
+    for number in range(2):
+        page.fill("#prompt", "What is a KV cache?")
+        page.press("#prompt", "Enter")
+        # The page takes the next message once the stream has ended, which is after the facts.
+        whole = ".assistant:not(.live) .facts"
+        page.wait_for_function(f"document.querySelectorAll('{whole}').length === {number + 1}")
+    (first, second) = page.query_selector_all(".assistant")
+    assert len(first.query_selector(".text").inner_text().split()) > 10
+    tokens = [
+        {
+            name: int(answer.query_selector(f"[data-source={name}] b").inner_text().replace(",", ""))
+            for name in ("device", "host", "storage", "prefill")
+        }
+        for answer in (first, second)
+    ]
+    assert tokens[0]["device"] == 0 < tokens[0]["prefill"]
+    assert tokens[1]["device"] > tokens[1]["prefill"]
+    assert "ms" in first.query_selector("[data-fact=first-token]").inner_text() or "s" in first.inner_text()
+    check_looks(page)
+    page.set_viewport_size({"width": PHONE_WIDTH, "height": 800})
+    check_looks(page)
+    page.goto(f"{url}/status")
+    page.wait_for_selector("#pools .bar")
+    check_looks(page)
+    assert page.is_hidden("th.wide")
