@@ -54,8 +54,7 @@ def shape_of(
         ranks, requests = random.choice((2, 3, 4)), max(1, round(requests * REQUESTS_OF_RANKS))
     lends = lends or lends_in(seed, LENT_SHARE)
     neighbours = (neighbours or has_neighbours(seed)) and (ranks or 1) == 1
-    # Other workers share no components: a seed with them has none.
-    has_components = not neighbours and (lends or not has_short_rests(seed))
+    has_components = lends or not has_short_rests(seed)
     return Shape(requests, ranks or 1, has_components, lends, neighbours)
 
 

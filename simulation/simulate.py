@@ -88,8 +88,8 @@ def simulate(
     `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
     `lends` host engines lend the device pages in every seed; otherwise the seed draws that with the settings. With
     `hints` an orchestrator gives KV hints about the prompts all the time. With `neighbours` other decode workers share
-    host memory with this one, which then has no components. `watch` receives the world before the run starts. Raises
-    SimulationFailed with what is needed to repeat the run.
+    host memory with this one. `watch` receives the world before the run starts. Raises SimulationFailed with what is
+    needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings_of(random, seed, settings, always_components=always_components, lends=lends)
@@ -210,13 +210,12 @@ def with_short_rests(settings: CoreSettings, seed: int) -> CoreSettings:
 
 
 def with_neighbours(settings: CoreSettings, seed: int) -> CoreSettings:
-    """Return the settings with host memory, without components, and with bounds of what is shared with other decode
-    workers, as the seed draws them.
+    """Return the settings with host memory, and with bounds of what is shared with other decode workers, as the seed
+    draws them.
     """
     random = Random(f"bounds of neighbours {seed}")
     return msgspec.structs.replace(
         settings,
-        components=(),
         host_pages=settings.host_pages or random.choice((4, 40, 200)),
         peer_wait_s=random.choice((0.02, 0.1, 1.0)),
         peer_wait_share=random.choice((0.1, 0.25, 1.0)),

@@ -131,8 +131,8 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prefixes from the host memory of other decode workers, between storage and prefill. Not with components, ranks or
-    `bigram_keys`.
+    """Prefixes from the host memory of other decode workers, between storage and prefill. Not with ranks or
+    `bigram_keys`; windows and states come from prefill.
     """
 
     enabled: bool = False

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.log import engine_log
 from tidekv.states import events
@@ -23,10 +25,9 @@ from tidekv.transports.slices import pieces_of
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from tidekv.backends.checksums import StorageChecks
-    from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.keys.prompt_keys import PromptKeys
     from tidekv.engine.config.engine_config import CachePeerOptions, EngineConfig
@@ -43,13 +44,10 @@ if TYPE_CHECKING:
 LOG = engine_log("tidekv.engine")
 
 
-def check_peers(
-    options: CachePeerOptions, host: HostPool | None, components: Sequence[ComponentPools], *, is_rank: bool
-) -> None:
+def check_peers(options: CachePeerOptions, host: HostPool | None, *, is_rank: bool) -> None:
     """Raise InvalidConfig if the host pool is to be shared with peers, and cannot be."""
     for is_given, what, why in (
         (host is None, "without a host pool", "pages of peers land there"),
-        (bool(components), "with components", "their pages are not read from peers"),
         (is_rank, "with ranks=", "each rank would have to get the same pages"),
     ):
         if options.enabled and is_given:
@@ -102,7 +100,10 @@ class PeerCache:
         self, engine: Owner, rank: LocalRank, memory: PoolMemory, times: LinkTimes, checks: StorageChecks
     ) -> None:
         """Open nothing. `rank` is that of the engine; the transport must have registered `memory` (`shared_memory`)."""
-        rank = replace(rank, memory=memory, sends="cached", staging=None)
+        # Pages of the full KV only: prefill sends what the prompt's end needs of windows and states, as it does for
+        # full pages from storage that has none.
+        identity = msgspec.structs.replace(rank.identity, components=())
+        rank = replace(rank, identity=identity, memory=memory, component_memory={}, sends="cached", staging=None)
         transport, clock = engine.transport, engine.front.clock
         self._options = options = engine.config.cache_peers
         self._engine = engine

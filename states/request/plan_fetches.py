@@ -210,7 +210,7 @@ class PlanFetches:
         """
         state, settings = self._state, self._state.settings
         count = request.full_pages - plan.end
-        if not request.peers or count < 1 or state.components is not None:
+        if not request.peers or count < 1:
             return
         peer = self._peers.choose(request.peers)
         deadline_s = self._peers.deadline_s(request.deadline_at_s - state.now_s)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidekv import (
     CachePeerOptions,
+    ComponentPools,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
@@ -25,6 +26,7 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_components import wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 
 PAGE = 4
@@ -55,10 +57,10 @@ class Worker:
     def __post_init__(self) -> None:
         self.kv = SyntheticKV(self.device)
 
-    async def ready(self, tokens: Sequence[int], peers: Sequence[str] = (), **fields: Any) -> ReadyRequest:
-        """Restore a prompt, and verify every byte of it."""
+    def request(self, tokens: Sequence[int], peers: Sequence[str] = (), **fields: Any) -> DecodeRequest:
+        """A request for a prompt, with an id of its own."""
         self.made += 1
-        request = DecodeRequest(
+        return DecodeRequest(
             request_id=f"{self.name}-{self.made}",
             tokens=list(tokens),
             prefill=self.prefill,
@@ -66,10 +68,14 @@ class Worker:
             peers=peers,
             **fields,
         )
-        ready = await self.engine.restore(request)
+
+    async def ready(self, tokens: Sequence[int], peers: Sequence[str] = (), **fields: Any) -> ReadyRequest:
+        """Restore a prompt, and verify every byte of it."""
+        ready = await self.engine.restore(self.request(tokens, peers, **fields))
         namespace = str(fields.get("namespace", ""))
         digests = prompt_digests(pack_tokens(list(tokens)), PAGE, namespace=namespace)
         assert self.kv.verify(list(ready.pages), digests) == [], f"wrong bytes at {self.name}"
+        assert wrong_components(self.engine.components, ready.component_pages, digests) == {}
         return ready
 
     async def serve(self, tokens: Sequence[int], peers: Sequence[str] = (), **fields: Any) -> dict[str, int]:
@@ -131,21 +137,29 @@ async def neighbours(
     options: CachePeerOptions | None = None,
     configs: Sequence[dict[str, Any]] = (),
     namespace: str = "",
+    components: Callable[[], Sequence[ComponentPools]] = tuple,
     network: LoopbackNetwork | None = None,
     first: int = 0,
     **fields: Any,
 ) -> AsyncIterator[Neighbours]:
-    """So many running decode workers; `configs` has further options of each. Others on the same network have another
+    """So many running decode workers; `configs` has further options of each, `components` makes the
+    pools of each, and of prefill. Others on the same network have another
     `first` number.
     """
     network = network or LoopbackNetwork()
     pool = DevicePool.allocate(LAYOUT, 256)
-    prefill = SyntheticPrefill(pool, vocabulary=1000, namespace=namespace)
+    of_prefill = components()
+    prefill = SyntheticPrefill(pool, vocabulary=1000, namespace=namespace, components=of_prefill)
     options = options or sharing()
     storage = StorageOptions(prefetch="timeout", prefetch_threshold_tokens=1)
     async with contextlib.AsyncExitStack() as stack:
         peer = await stack.enter_async_context(
-            PrefillPeer(device=pool, transport=LoopbackTransport(f"prefill-{first}", network), on_room=prefill.serve)
+            PrefillPeer(
+                device=pool,
+                components=of_prefill,
+                transport=LoopbackTransport(f"prefill-{first}", network),
+                on_room=prefill.serve,
+            )
         )
         workers = []
         for number in range(count):
@@ -153,7 +167,7 @@ async def neighbours(
             config = EngineConfig(**{"storage": storage, "peer": PATIENT, "cache_peers": options, **fields, **more})
             device, host = DevicePool.allocate(LAYOUT, 64), HostPool.allocate(LAYOUT, host_pages)
             transport = LoopbackTransport(f"decode-{first + number}", network)
-            engine = DecodeEngine(config, device=device, host=host, transport=transport)
+            engine = DecodeEngine(config, device=device, host=host, components=components(), transport=transport)
             await stack.enter_async_context(engine)
             workers.append(Worker(f"decode-{first + number}", engine, device, host, transport, peer.address))
         all_of = Neighbours(network, prefill, workers)
