@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import core_of, runtime_of
 from tests.support.neighbours import PROMPT, Gate, Neighbours, Worker, neighbours, sharing
 from tests.support.waits import expected, until
 from tidekv import (
@@ -343,7 +344,7 @@ async def test_a_page_that_is_damaged_in_the_host_memory_of_a_peer_is_not_sent()
     async with neighbours(page_checksums=True) as all_of:
         first, second = all_of.workers
         await warm(first)
-        index = first.engine._core.state.index
+        index = core_of(first.engine).state.index
         (pages,) = (node.host for node in index.nodes() if node.host is not None)
         first.host.array[pages[6], 77] ^= 16
         assert await second.serve(PROMPT, [first.address]) == {**FROM_PREFILL, "transfer": 18, "peer": 24}
@@ -373,8 +374,8 @@ async def test_a_peer_that_closes_ends_the_reads_and_what_it_has_sent_counts(cap
         first, second = all_of.workers
         await warm(first)
         gate, serving = await held(all_of, first, second)
-        assert first.engine._runtime.peers is not None
-        closing = asyncio.ensure_future(first.engine._runtime.peers.stop_sharing())
+        assert runtime_of(first.engine).peers is not None
+        closing = asyncio.ensure_future(runtime_of(first.engine).peers.stop_sharing())
         await until(lambda: "shutting down" in caplog.text)
         gate.opened.set()
         await closing

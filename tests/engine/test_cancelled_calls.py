@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.inside import calls_of, core_of
+from tests.support.inside import calls_of, core_of, driver_of
 from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed
 from tidekv.engine.decode.runtime import EffectGroup
@@ -103,7 +103,7 @@ async def test_a_late_cancel_does_not_abort_the_next_request_of_that_id(make_pai
         first = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
         await calls_of(pair.engine).wait_until(lambda: pair.core()["requests_transfer"] == 1)
         # The request fails; in the same turn of the loop the next one is started and the first is cancelled.
-        driver = pair.engine._driver
+        driver = driver_of(pair.engine)
         driver.take_now(events.AbortRequested(at_s=driver.clock(), request_id="r1", cause="first"))
         second = pair.engine.restore(pair.request("r1", PROMPT))
         started = asyncio.ensure_future(second)
@@ -181,7 +181,7 @@ async def test_a_request_that_is_lost_while_it_grows_says_so_before_anybody_writ
 
 async def test_a_stopped_driver_takes_nothing_and_does_not_spin(make_pair) -> None:
     async with make_pair() as pair:
-        driver = pair.engine._driver
+        driver = driver_of(pair.engine)
     taken = driver.events_taken
     driver.take_now(events.FlushRequested(at_s=0.0, call=1, tiers=()))
     driver.post(events.FlushRequested(at_s=0.0, call=1, tiers=()))

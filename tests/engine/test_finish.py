@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.inside import calls_of
+from tests.support.inside import calls_of, driver_of
 from tidekv import InvalidRequest
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -48,7 +48,7 @@ async def test_a_call_whose_event_could_not_be_posted_leaves_no_tokens(
             raise RuntimeError("no room in the queue")
 
         with monkeypatch.context() as patch:
-            patch.setattr(pair.engine._driver, "post", fail)
+            patch.setattr(driver_of(pair.engine), "post", fail)
             with pytest.raises(RuntimeError, match="no room"):
                 await (pair.engine.finish(ready) if call == "finish" else pair.engine.retract(ready))
         assert not calls._tokens_left and not calls._ends

@@ -17,6 +17,7 @@ import pytest
 
 from tests.engine.test_lent_pages import PAGES, restore
 from tests.engine.test_restart import Dialog, speak
+from tests.support.inside import core_of, runtime_of
 from tidekv import DevicePool, HostPool, InvalidConfig, LoopbackTransport, OfferedPages, Replayer, open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
@@ -87,7 +88,7 @@ async def test_a_page_that_changed_meanwhile_is_found_at_its_first_use(
     async with make_pair(host_path=path) as pair:
         await served(pair, "r1", PROMPT)
     async with make_pair(host_path=path, page_checksums=page_checksums) as pair:
-        (node,) = (node for node in pair.engine._core.state.index.nodes())
+        (node,) = (node for node in core_of(pair.engine).state.index.nodes())
         pair.host.array[node.host[4], 77] ^= 16
         assert await served(pair, "r1", PROMPT, early=early) == TRANSFERRED
         assert pair.core()["l2_damaged"] == 1
@@ -100,7 +101,7 @@ async def test_a_page_that_changed_meanwhile_is_not_stored(make_pair, path: Path
         await served(pair, "r1", PROMPT)
     storage = open_storage("memory:")
     async with make_pair(device="lent", host_path=path, storage=storage) as pair:
-        (node,) = (node for node in pair.engine._core.state.index.nodes())
+        (node,) = (node for node in core_of(pair.engine).state.index.nodes())
         pair.host.array[node.host[4], 77] ^= 16
         # All pages are in host memory, so that nothing but the put reads them.
         assert (await pair.engine.offer(PROMPT[:40], list(range(10)))).present == 10
@@ -132,7 +133,7 @@ async def test_what_was_on_its_way_at_a_flush_does_not_come_back_either(make_pai
         # The copy of this offer is under way as the flush is taken, and joins the index after it.
         offering = asyncio.ensure_future(pair.engine.offer(tokens, PAGES))
         await asyncio.sleep(0)
-        driver, core = pair.engine._runtime.driver, pair.engine._core
+        driver, core = runtime_of(pair.engine).driver, core_of(pair.engine)
         assert core.offers or driver._calls
         await pair.engine.flush(("l2",))
         assert (await offering).written == 5 and pair.engine.probe_prefix(tokens)["l2"] == 20

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.support.inside import core_of
+from tests.support.inside import core_of, driver_of
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
 from tidekv.engine.decode import driver
@@ -55,7 +55,7 @@ async def test_a_recompute_that_cancels_itself_has_failed() -> None:
 
 def abort_behind_recompute(engine: DecodeEngine) -> None:
     """Have an abort wait in the inbox from the moment at which the caller is first asked to recompute."""
-    inner = engine._driver
+    inner = driver_of(engine)
     perform = inner._perform
 
     def perform_and_abort(command: commands.Command) -> None:

@@ -32,7 +32,7 @@ class Tape:
 
     def __init__(self, core: Core, path: Path) -> None:
         self.path = path
-        self._core = core
+        self.core = core
         self._recorder = Recorder(core)
         self._lines = [self._recorder.run_line()]
         self._turn_events = 0

@@ -27,7 +27,7 @@ def test_replay_of_a_simulated_run_with_faults_is_identical(simulate, seed: int)
     replayer = Replayer(tape.path)
     replayed = replayer.run()
     assert (replayed.events, replayed.complete, replayed.torn) == (len(tape.steps), True, None)
-    assert final_state(replayer.core) == final_state(tape._core)
+    assert final_state(replayer.core) == final_state(tape.core)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -36,7 +36,7 @@ def test_replay_of_a_simulated_run_in_lent_pages_is_identical(simulate, seed: in
     replayer = Replayer(tape.path)
     replayed = replayer.run()
     assert replayed.complete and replayer.header.core.lends_device
-    assert final_state(replayer.core) == final_state(tape._core)
+    assert final_state(replayer.core) == final_state(tape.core)
 
 
 @pytest.mark.parametrize("seed", (3, 6, 7, 10))
@@ -47,7 +47,7 @@ def test_replay_of_a_simulated_run_with_windows_and_states_is_identical(simulate
     replayer = Replayer(tape.path)
     replayed = replayer.run()
     assert replayed.complete and replayer.header.core.components == settings.components
-    assert final_state(replayer.core) == final_state(tape._core)
+    assert final_state(replayer.core) == final_state(tape.core)
     sums = {name for name in final_state(replayer.core) if name.startswith("crc_")}
     assert {f"crc_{component.name}_{tier}" for component in settings.components for tier in ("device", "host")} <= sums
 
@@ -65,7 +65,7 @@ def test_until_stops_with_the_state_behind_that_event(simulate, seq: int) -> Non
     replayer = Replayer(tape.path)
     replayed = replayer.run(until=seq)
     assert (replayed.events, replayed.complete) == (seq + 1, False)
-    fresh = Core(tape._core.settings)
+    fresh = Core(tape.core.settings)
     for event, _ in tape.steps[: seq + 1]:
         fresh.step(event)
     assert final_state(replayer.core) == final_state(fresh)
@@ -169,7 +169,7 @@ def test_changed_rule_is_named_at_the_first_event_that_it_changes(
 
 def _first_difference(tape) -> int:  # type: ignore[no-untyped-def]
     """The first event behind which the changed core gives other commands, found without the journal."""
-    core = Core(tape._core.settings)
+    core = Core(tape.core.settings)
     for seq, (event, given) in enumerate(tape.steps):
         try:
             commands = core.step(event)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import file_store_of
 from tidekv.backends.storage.file import segments
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.types import page_ids
@@ -132,7 +133,7 @@ async def test_what_others_put_is_seen_though_nothing_is_asked_while_they_change
     assert all(await files.put(one, [1]))
     assert await other.exists(files.keys([1, 2]), timeout_s=30) == [True, False]
     asked: list[str] = []
-    index = other._file_store._place.index
+    index = file_store_of(other)._place.index
     refresh = index.refresh
 
     def noted() -> bool:
@@ -140,7 +141,7 @@ async def test_what_others_put_is_seen_though_nothing_is_asked_while_they_change
         return refresh()  # type: ignore[no-any-return]  # The rig is Any.
 
     monkeypatch.setattr(index, "refresh", noted)
-    monkeypatch.setattr(type(other._file_store), "is_stale", False)
+    monkeypatch.setattr(type(file_store_of(other)), "is_stale", False)
     for _ in range(3):
         assert await other.exists(files.keys([1, 2]), timeout_s=30) == [True, False]
     assert not asked
@@ -160,12 +161,12 @@ async def test_a_change_that_writes_no_tick_is_seen_when_what_is_known_is_old(
     other_rig = type(files)(files.kind, files.root, files.poller)
     other = await other_rig.open()
     assert await other.exists(files.keys([1]), timeout_s=30) == [False]
-    monkeypatch.setattr(one._file_store._place.index._tick, "write", lambda _: None)
+    monkeypatch.setattr(file_store_of(one)._place.index._tick, "write", lambda _: None)
     assert all(await files.put(one, [1]))
-    monkeypatch.setattr(type(other._file_store), "is_stale", True)
+    monkeypatch.setattr(type(file_store_of(other)), "is_stale", True)
     await other.exists(files.keys([1]), timeout_s=30)
-    assert other._file_store._catching_up is not None
-    await other._file_store._catching_up
+    assert file_store_of(other)._catching_up is not None
+    await file_store_of(other)._catching_up
     assert await other.exists(files.keys([1]), timeout_s=30) == [True]
     await other_rig.close()
 
@@ -175,14 +176,14 @@ async def test_a_change_that_fails_after_its_tick_leaves_nothing_unseen(files: R
     other_rig = type(files)(files.kind, files.root, files.poller)
     other = await other_rig.open()
     assert all(await files.put(one, [1]))
-    index = one._file_store._place.index
+    index = file_store_of(one)._place.index
     index._tick.write(index._seen + 1)
     for engine in (one, other):
-        assert not engine._file_store.is_current
+        assert not file_store_of(engine).is_current
         assert await engine.exists(files.keys([1, 2]), timeout_s=30) == [True, False]
     assert all(await other_rig.put(other, [2]))
     assert await one.exists(files.keys([2]), timeout_s=30) == [True]
-    assert one._file_store.is_current
+    assert file_store_of(one).is_current
     blocker = sqlite3.connect(files.root / "index.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     assert await files.put(one, [3]) == [False]

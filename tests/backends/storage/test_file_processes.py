@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import file_store_of
 from tidekv.states.types import page_ids
 
 # The rig of conftest.py, which test modules cannot import.
@@ -228,12 +229,12 @@ async def test_a_page_that_another_engine_removed_or_replaced_meanwhile_is_no_da
     assert all(await files.put(first, range(4)))
     # The second one knows the slots; it does not look at the index again for keys that it knows.
     assert all(await files.get(second, range(4)))
-    listed = next(second._file_store.stored())
+    listed = next(file_store_of(second).stored())
     assert await first.delete(files.keys([0, 1])) == [True, True]
     assert await files.put(first, [1]) == [True]
     assert await files.get(second, range(4)) == [False, True, True, True]
     assert second.statistics().misses == {"missing": 1}
     # Nor is it to a check of pages that were listed before.
-    verdicts = await second._file_store.verify(listed)
+    verdicts = await file_store_of(second).verify(listed)
     assert [verdict.key for verdict in verdicts if verdict.ok] == files.keys(range(2, 4))
     assert len(verdicts) == 2

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.inside import file_store_of
 from tests.support.instructions import instructions_of
 from tidekv.backends.storage.file.segments import segment_of, slot_of
 from tidekv.backends.storage.file.slot_cache import SlotCache
@@ -87,7 +88,7 @@ async def test_slots_of_a_crashed_writer_are_used_again_before_anything_is_evict
     await alone.close()
     files.root = files.root.with_name("other")
     engine, crashed = await files.open(**options), await files.open(**options)
-    directory = crashed._file_store._place
+    directory = file_store_of(crashed)._place
     assert len(directory.index.reserve(6)) == 6
     # Its process is gone: the kernel has dropped the lock, and nothing was given back.
     os.close(directory._writer._file)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.components.conftest import SIZE, component
+from tests.support.inside import core_of
 from tidekv import DecodeEngine, DevicePool, EngineConfig, HostPool, InvalidConfig, LoopbackTransport, Replayer
 from tidekv.testing import LAYOUT
 from tidekv.transports.loopback import LoopbackNetwork
@@ -30,7 +31,7 @@ async def test_a_restart_restores_windows_and_states_with_the_full_pages(worker,
         copies = made.engine.statistics()["component_copies"]
         assert copies["window"]["to_device_bytes"] > 0 < copies["state"]["to_device_bytes"]
         made.expect_nothing_held()
-        made.engine._core.check()
+        core_of(made.engine).check()
     assert Replayer(journal).run().complete
 
 
