@@ -19,7 +19,7 @@ class ModelShape:
 
     `window`: every other layer sees that many tokens only. `has_states`: each layer keeps a state beside its KV.
     `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `has_draft`: with an EAGLE
-    draft, most of whose tokens the model accepts if the draft has its KV, and next to none without. `for_sglang`: with
+    draft, of whose tokens three of ten are accepted if it has its KV, and one of a hundred if not. `for_sglang`: with
     `window` a Mellum, whose windows have a pool of their own in SGLang; with `latent` the configuration that it reads.
     """
 

