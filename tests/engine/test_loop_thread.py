@@ -35,6 +35,8 @@ def test_a_last_step_that_hangs_is_left_behind_with_the_thread_stopped(monkeypat
 class Hanging:
     """Storage with reads that never end."""
 
+    uri = "hanging:"
+
     def __init__(self, reading: threading.Event) -> None:
         self._reading = reading
 
