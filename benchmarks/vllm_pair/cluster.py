@@ -16,7 +16,7 @@ from benchmarks.servers.redis_server import RedisServer
 from benchmarks.servers.routes import OneServer, Route
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.router import Router
-from benchmarks.vllm_pair.routes import PrefillAndDecode, PrefillThenDecode, RestOnDecode
+from benchmarks.vllm_pair.routes import PrefillAndDecode, PrefillReadsDecode, PrefillThenDecode, RestOnDecode
 from benchmarks.vllm_pair.server import Server, ServerOptions
 from benchmarks.vllm_pair.variants import Variant
 
@@ -58,6 +58,7 @@ async def running(
         if variant.is_concurrent:
             return client, PrefillAndDecode(client, prefill_servers, decode_servers)
         pattern = RestOnDecode if variant.rests_on_decode else PrefillThenDecode
+        pattern = PrefillReadsDecode if variant.reads_decode else pattern
         return client, pattern(client, prefill_servers, decode_servers)
 
     others = {} if redis is None else {STORAGE: partial(strike, redis)}

@@ -4,6 +4,7 @@
     prefill: one token, "do_remote_decode", a room ─┬─ at once
     decode: the answer, prefill's address, the room ┘
     prefill and decode for the first turn of a conversation; later turns: decode alone
+    prefill, which reads from decode what that has of the conversation ──▶ decode
 
 A conversation stays with its servers, so that their prefix caches serve it.
 """
@@ -35,12 +36,17 @@ class PrefillThenDecode:
         """See Route."""
         return (*self.prefills, *self.decodes)
 
+    def named(self, conversation: int, decode: Server) -> dict[str, object]:
+        """Return what prefill is told of decode: nothing."""
+        return {}
+
     async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
         """See Route."""
         prefill = self.prefills[conversation % len(self.prefills)]
         decode = self.decodes[conversation % len(self.decodes)]
         started_s = time.perf_counter()
         wanted = {
+            **self.named(conversation, decode),
             "do_remote_decode": True,
             "do_remote_prefill": False,
             "remote_engine_id": None,
@@ -69,6 +75,26 @@ class RestOnDecode(PrefillThenDecode):
         # Without zero arguments: a dataclass with slots is another class than the one that its methods know.
         answer = await PrefillThenDecode.complete(self, prompt, count=count, conversation=conversation, name=name)
         self.begun.add(conversation)
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReadsDecode(PrefillThenDecode):
+    """As above, and names to prefill what decode has of the conversation, whose answers prefill never had."""
+
+    kept: dict[int, int] = field(default_factory=dict)
+    """Tokens of each conversation whose KV decode has computed: all but the last one of the last answer."""
+
+    def named(self, conversation: int, decode: Server) -> dict[str, object]:
+        """Return the place and the number of tokens, as decode's answer has them unless it is a stream."""
+        host, _, port = decode.peer_address.rpartition(":")
+        tokens = self.kept.get(conversation, 0)
+        return {"remote_kv_source": {"remote_host": host, "remote_port": int(port), "tokens": tokens}} if tokens else {}
+
+    async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+        """See Route."""
+        answer = await PrefillThenDecode.complete(self, prompt, count=count, conversation=conversation, name=name)
+        self.kept[conversation] = len(prompt) + count - 1
         return answer
 
 

@@ -100,6 +100,13 @@ class Server(ModelServer):
         host, _, port = str(extra["handover"]["listen"]).rpartition(":")
         return ",".join(f"{host}:{int(port) + rank}" for rank in range(self.options.handover_ranks))
 
+    @property
+    def peer_address(self) -> str:
+        """Where others read the host memory of tidekv's decode worker; only for one that shares it."""
+        assert self.transfer is not None, f"{self.name} is a plain vLLM"
+        extra: Any = self.transfer["kv_connector_extra_config"]
+        return str(extra["handover"]["engine"]["cache_peers"]["listen"])
+
     def command(self) -> list[str]:
         """See Program."""
         command = [str(Path(sys.executable).with_name("vllm")), "serve", *self.options.arguments()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +46,7 @@ class Variant:
 
     `is_toggled`: its connector writes times of steps. `is_concurrent`: the route names a room and starts prefill and
     decode at once. `rests_on_decode`: later turns of a conversation go to decode alone.
+    `reads_decode`: prefill is told what decode has of a conversation.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Variant:
     is_toggled: bool = False
     is_concurrent: bool = False
     rests_on_decode: bool = False
+    reads_decode: bool = False
     counter: str | None = None
 
     def bytes_from_prefill(self, decode: Mapping[str, float], prefill: Mapping[str, float]) -> float | None:
@@ -126,6 +128,17 @@ def _tidekv(place: Place) -> Mapping[str, object]:
     }
 
 
+def _tidekv_reads(place: Place) -> Mapping[str, object]:
+    is_prefill = place.role == "prefill"
+    # The first read begins once the link is open, which takes long while all servers start up on few cores.
+    peers: dict[str, object] = {"enabled": True, "wait_s": 20.0, "wait_share": 0.9}
+    peers |= {"allow": [f"{HOST}:*"]} if is_prefill else {"listen": f"{HOST}:{free_port()}"}
+    engine = {"cache_peers": peers, "storage": {"prefetch_threshold_tokens": 16}}
+    more = {"host": "256MB", "dials": [f"{HOST}:*"]} if is_prefill else {}
+    transfer = _tidekv(replace(place, handover={"engine": engine, **more, **place.handover}))
+    return {**transfer, "kv_role": "kv_both"} if is_prefill else transfer
+
+
 def _toggled(place: Place) -> Mapping[str, object]:
     return {**_tidekv(place), "kv_connector_module_path": TOGGLED_MODULE}
 
@@ -147,6 +160,7 @@ VARIANTS: Final = {
         Variant("tidekv-storage", "pair that shares tidekv's storage", _tidekv_storage),
         Variant("tidekv", "tidekv", _tidekv, counter=TIDEKV_BYTES),
         Variant("tidekv-rest", "tidekv, later turns on decode", _tidekv, counter=TIDEKV_BYTES, rests_on_decode=True),
+        Variant("tidekv-reads", "tidekv, prefill reads decode", _tidekv_reads, counter=TIDEKV_BYTES, reads_decode=True),
         Variant("tidekv-both", "tidekv, both at once", _tidekv, counter=TIDEKV_BYTES, is_concurrent=True),
     )
 }

@@ -47,7 +47,7 @@ from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_pairs
 from benchmarks.vllm_pair.placement import Listener, PlacingRouter
 from benchmarks.vllm_pair.rest import ASKED, WAYS, Stream, Turns, meeting, rest_table
-from benchmarks.vllm_pair.routes import PrefillThenDecode
+from benchmarks.vllm_pair.routes import PrefillReadsDecode, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions
 from benchmarks.vllm_pair.variants import STEP_TIMES, TOGGLED, VARIANTS
 from tests.support.waits import expected as happens
@@ -150,6 +150,19 @@ async def test_decode_gets_what_prefill_returned() -> None:
     rooms = [body["kv_transfer_params"]["room"] for body in decode.seen[:9]]
     assert rooms == list(range(1, 10))
     assert {turn: len(times) for turn, times in outcome.first_s.items()} == {0: 3, 1: 3, 2: 3}
+
+
+async def test_later_turns_tell_prefill_what_decode_has_of_the_conversation() -> None:
+    prefill, decode = FakeVllm(), FakeVllm()
+    async with serving(prefill) as one, serving(decode) as other, client_of() as client:
+        other.peer_address = "127.0.0.1:7100"
+        await run_load(LOAD, PrefillReadsDecode(client, [one], [other]), expected=None)
+    told = [body["kv_transfer_params"].get("remote_kv_source") for body in prefill.seen]
+    assert told[:3] == 3 * [None]
+    # All of the turn before but the last token of its answer.
+    answered = [len(body["prompt"]) + body["max_tokens"] - 1 for body in decode.seen]
+    assert sorted(source["tokens"] for source in told[3:]) == sorted(answered[:6])
+    assert all((source["remote_host"], source["remote_port"]) == ("127.0.0.1", 7100) for source in told[3:])
 
 
 async def test_a_wrong_token_is_found_and_does_not_change_later_prompts() -> None:
