@@ -22,7 +22,9 @@ from tidekv.states.types import FULL, PageIds
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 60
-SEEDS_MAX = 120
+FIRST_SEED = 61
+"""From here on, a few seeds find each mutant."""
+SEEDS_MAX = 60
 MUTANTS: dict[str, Mutant] = {}
 COMPONENT_MUTANTS: dict[str, Mutant] = {}
 
@@ -168,7 +170,7 @@ def drawn(seed: int, *, has_components: bool) -> CoreSettings:
 
 
 def run_until_found(*, has_components: bool = False) -> bool:
-    for seed in range(1, SEEDS_MAX + 1):
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS_MAX):
         try:
             simulate(seed, REQUESTS, settings=drawn(seed, has_components=has_components), hints=False)
         except SimulationFailed:
