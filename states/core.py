@@ -569,7 +569,7 @@ class Core:
             if request.admission.over_quota:
                 if self._gives_way(request):
                     return
-            elif not request.answer.is_awaited:
+            elif request.admission.short_need:
                 passed.append(request.admission)
 
     def _runs_as_many_as_may(self) -> bool:

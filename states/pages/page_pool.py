@@ -60,16 +60,22 @@ class PageStates:
         """
         if len(pages) <= _LOOP_PAGES_MAX:
             return self._change_by_loop(pages, source, target)
+        if not self.are(pages, source):
+            return False
+        self._vector[_as_index(pages)] = target
+        return True
+
+    def are(self, pages: PageIds, state: int) -> bool:
+        """Whether all pages are in this state, none out of range and none named twice."""
+        if not pages:
+            return True
         ids = _as_index(pages)
         try:
             conditions = self._vector[ids].tobytes()
         except IndexError:
             return False
         # `bytes.count` is several times faster than a numpy comparison and its reduction.
-        if conditions.count(source) != len(pages) or self._repeats(ids):
-            return False
-        self._vector[ids] = target
-        return True
+        return conditions.count(state) == len(pages) and not self._repeats(ids)
 
     def put(self, pages: PageIds, target: int) -> None:
         """Set pages that are known to be in range to state `target`."""
@@ -241,7 +247,7 @@ class PagePool:
 
     def holds(self, pages: PageIds, condition: PageState) -> bool:
         """Whether all of these pages are in state `condition`, and none is named twice."""
-        return self._first_fault(pages, condition) is None
+        return self._conditions.are(pages, condition)
 
     def check(self) -> None:
         """Recount everything from scratch; raise BrokenInvariant if a counter or the free list is wrong."""

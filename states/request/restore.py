@@ -184,7 +184,7 @@ class Restore:
         if request.lent is not None:
             return self._lending.grant(request, request.lent)
         self._decide_rest(request)
-        if self._asks_after_all(request):
+        if self._asks_after_all(request) or self._storage.awaits_measurement(request):
             return False
         charged_to = request.recompute.withheld_by(request.prefill)
         available = state.device.free + state.index.device_evictable

@@ -293,6 +293,22 @@ class StorageAdmission(FetchSource):
             undo.keep()
         request.answer.ask(query.op, first=first, is_awaited=wait_s > 0)
 
+    def awaits_measurement(self, request: Request) -> bool:
+        """Whether a request is not planned yet, since the first fetch of all will soon show how fast storage is.
+
+        A plan made now would ask prefill for everything. With a slow prefill that would delay all plans after it.
+        """
+        state, load, answer = self._state, self.source_load, request.answer
+        is_unmeasured = load.queued_pages and not load.page_s
+        if not (is_unmeasured and answer.found and self.is_usable and state.settings.prefetch == "soonest"):
+            return False
+        wait_s = self.answer_time.first_wait_s(gain_s(answer.found, storage=load, link=self._link_load()))
+        due_s = answer.answered_at_s + wait_s
+        if not state.now_s < due_s < float("inf"):
+            return False
+        state.set_deadline(request, due_s)
+        return True
+
     def leave_query(self, request: Request) -> None:
         """Let a query in flight continue without its request: its answer is still measured."""
         query = self._state.operations.get(request.answer.op)

@@ -4,8 +4,8 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
 (`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
 "soonest" and is made at two moments:
 
-- A plan takes what storage has from the source that brings all of it sooner, behind what waits there already, unless
-  the prompt is ready markedly sooner if both share it: then both end at the same time, storage fetches the front, and
+- A plan takes what storage has from there, behind what waits there already, unless the prompt is ready markedly sooner
+  if prefill sends all of it, or if both share it: then both end at the same time, storage fetches the front, and
   prefill sends the rest. It does the same with what host memory has, which is trusted until its copies are measured to
   be slower than prefill. A page from storage passes host memory, so the slower of both counts.
 - Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
@@ -17,11 +17,13 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
 Plans rely on the last figures, however old: an extend is cheap, and so is being wrong. A storage that is not used
 because it was slow is measured again once the figure is old, by one plan at a time, with the shortest fetch.
 
-If the cost of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what storage has, but no less
-than the shortest hit that is fetched, as a measurement; if that of prefill is unknown, too, it fetches everything, and
-each recomputation halves its fetches. Plans made meanwhile fetch nothing, because reads cannot be cancelled: those of a
-slow storage would delay the fetches of all later plans. Mostly storage is known before its first hit, because pages
-that were just put are read, until a read is not faster than those before it (`StorageAdmission.measure`).
+If the cost of prefill is unknown, a plan fetches everything: what prefill was asked for cannot be taken back, and
+fetches can be given up. If that of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what
+storage has, but no less than the shortest hit that is fetched, as a measurement; if both are unknown, it fetches
+everything, and each recomputation halves its fetches. Others wait for a first measurement, for a short time
+(`StorageAdmission.awaits_measurement`). Plans that are made before it fetch nothing, because reads cannot be cancelled:
+those of a slow storage would delay the fetches of all later plans. Mostly storage is known before its first hit,
+because pages that were just put are read, until a read is not faster than those before it (`StorageAdmission.measure`).
 
 The cost of a page from prefill includes its computation. So a prefill instance that computes slowly is asked for few
 pages that storage has.
@@ -86,10 +88,12 @@ def pages_to_load(
     Both sources have these pages; prefill also sends `rest` further ones that only it has. At least `shortest` pages
     are loaded, or all if there are fewer, or none. If the figure of an idle tier `is_old`, they are loaded to renew it.
     """
-    if not tier.page_s or not link.page_s:
-        if tier.queued_pages:
-            return 0
-        return min(max(-(-count // PROBE_PARTS), shortest), count) if link.page_s else count
+    if not tier.page_s and tier.queued_pages:
+        return 0
+    if not link.page_s:
+        return count
+    if not tier.page_s:
+        return min(max(-(-count // PROBE_PARTS), shortest), count)
     sent_s = (link.queued_pages + rest + count) * link.page_s
     even = (sent_s - tier.queued_pages * tier.page_s) / (tier.page_s + link.page_s)
     # The even split is a fraction; the better of the two whole numbers around it is the minimum.
@@ -102,7 +106,8 @@ def pages_to_load(
     def ready_s(loaded: int) -> float:
         return max((tier.queued_pages + loaded) * tier.page_s if loaded else 0.0, sent_s - loaded * link.page_s)
 
-    best, faster = min(candidates, key=ready_s), min((count, 0), key=ready_s)
+    # What prefill is asked for delays what only it can send to others.
+    best, faster = min(candidates, key=ready_s), 0 if ready_s(0) * MARKED_GAIN < ready_s(count) else count
     chosen = best if ready_s(best) * MARKED_GAIN < ready_s(faster) else faster
     return chosen if chosen or not is_old or tier.queued_pages else min(shortest, count)
 

@@ -17,7 +17,7 @@ TOKENS = b"abcdefgh"
 
 
 @given(st.integers(0, 60), st.integers(0, 20), WAYS, WAYS)
-def test_a_plan_takes_all_from_the_source_that_ends_sooner_unless_a_split_is_ready_markedly_sooner(
+def test_a_plan_takes_all_from_storage_unless_prefill_or_a_split_is_ready_markedly_sooner(
     count: int, rest: int, storage: SourceLoad, link: SourceLoad
 ) -> None:
     def ready_s(fetched: int) -> float:
@@ -28,10 +28,12 @@ def test_a_plan_takes_all_from_the_source_that_ends_sooner_unless_a_split_is_rea
     assert 0 <= chosen <= count
     # Pages that wait on storage do not delay a plan that fetches none.
     best = min(map(ready_s, range(count + 1)))
-    if chosen == min((count, 0), key=ready_s):
+    if chosen in (0, count):
         assert ready_s(chosen) <= best * MARKED_GAIN * (1 + 1e-9)
     else:
         assert ready_s(chosen) == pytest.approx(best)
+    # What prefill is asked for delays what only it can send to other requests.
+    assert chosen == count or ready_s(chosen) * MARKED_GAIN < ready_s(count)
 
 
 @given(st.integers(0, 60), st.floats(0, 1), WAYS)
@@ -46,7 +48,8 @@ def test_a_source_of_which_nothing_is_known_is_measured_by_one_plan_at_a_time(
     assert pages_to_load(count, 5, tier=SourceLoad(0.0, 0), link=SourceLoad(0.0, 0)) == count
     assert pages_to_load(count, 5, tier=SourceLoad(0.0, 3), link=known) == 0
     assert pages_to_load(count, 5, tier=idle, link=SourceLoad(0.0, 3)) == count
-    assert pages_to_load(count, 5, tier=busy, link=SourceLoad(0.0, 3)) == 0
+    assert pages_to_load(count, 5, tier=busy, link=SourceLoad(0.0, 3)) == count
+    assert pages_to_load(count, 5, tier=SourceLoad(0.0, 3), link=SourceLoad(0.0, 3)) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 32)), max_size=12), WAYS)
@@ -206,12 +209,14 @@ def test_the_first_put_measures_storage_before_any_hit() -> None:
     read = rig.take(commands.FetchPages)
     assert (read.request_id, len(read.host_pages)) == ("", 4)
     assert rig.core.keys_put(read.op) == ("", b"uvwx")
-    # Plans made meanwhile leave storage alone: their fetches would wait behind it.
-    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 0
-    rig.now_s += 0.04
+    # A request waits for the measurement: asked for all pages, prefill would not send those of others meanwhile.
+    rig.arrive("a", b"abcdefghijklmnop")
+    rig.answer(rig.take(commands.QueryStorage), 16)
+    assert rig.take_all(commands.SendPromise) == []
+    rig.wait_until(rig.now_s + 0.04)
     rig.fetched(read)
-    assert rig.core.storage.source_load == (pytest.approx(0.01), 0)
-    assert rig.core.state.host.owned == 0
+    assert rig.take(commands.SendPromise).promised_tokens == 16
+    assert rig.core.storage.source_load == (pytest.approx(0.01), 16)
 
 
 def measure_by_put(rig: Rig, request_id: str, tokens: bytes, taken_s: float) -> None:
@@ -273,11 +278,15 @@ def test_while_storage_is_unknown_one_plan_measures_it_with_a_part() -> None:
     send(rig, "sent", b"uvwx", 0.4)
     assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 2
     assert rig.request("a").sources.declined == ("unmeasured", 14)
-    # Nothing more is read until that has ended: reads cannot be cancelled.
-    assert ask(rig, "b", TOKENS.upper(), 8).promised_tokens == 0
-    rig.now_s += 0.02
+    # Nothing more is read until that has ended: reads cannot be cancelled. Others wait for it, but not for long.
+    rig.arrive("b", TOKENS.upper())
+    rig.answer(rig.take(commands.QueryStorage), 8)
+    rig.wait_until(rig.now_s + 0.049)
+    assert rig.take_all(commands.SendPromise) == []
+    rig.wait_until(rig.now_s + 0.002)
+    assert rig.take(commands.SendPromise).promised_tokens == 0
     rig.fetched(rig.take(commands.FetchPages))
-    # A page from storage in 0.01 s, from prefill in 0.1 s.
+    # A page from storage in 0.03 s, from prefill in 0.1 s.
     assert ask(rig, "c", b"01234567", 8).promised_tokens == 8
 
 
