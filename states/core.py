@@ -623,7 +623,7 @@ class Core:
         return False
 
     def hand_back(self) -> None:
-        """Return lent pages without a writer to the embedder, with the outcomes of their requests."""
+        """Return lent pages without a writer to the embedder, with the outcome of their request."""
         self.state.run_guarded(self.lending.hand_back)
 
     def release_ahead(self) -> None:
@@ -671,10 +671,6 @@ def _may_put(core: Core) -> bool:
     return not core.storage.holds_puts
 
 
-def _may_return(core: Core) -> bool:
-    return core.lending.is_due
-
-
 CONSEQUENCES = (
     Consequence("A request has lost its pages to another writer", Core.send_back, lambda of: of.state.preempted),
     Consequence("Component pages have lost their source", Core.ask_for_component_pages, lambda of: of.state.unserved),
@@ -684,7 +680,7 @@ CONSEQUENCES = (
     Consequence("A write was deferred", Core.put_waiting, lambda of: of.backups.waiting, _may_put),
     Consequence("A write of components was deferred", Core.put_waiting_components, _component_puts, _may_put),
     Consequence("Pages were freed, or can be", Core.reclaim_and_admit, lambda of: of.state.admission_due),
-    Consequence("Lent pages may have no writer any more", Core.hand_back, lambda of: of.lending.returning, _may_return),
+    Consequence("Lent pages may have no writer any more", Core.hand_back, lambda of: of.lending.due),
     Consequence("A plan is fixed, and pages were fetched ahead", Core.release_ahead, lambda of: of.state.ahead_over),
     Consequence("Pages can be fetched or written ahead", Core.work_ahead, lambda of: of.state.ahead_due),
 )

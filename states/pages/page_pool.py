@@ -19,11 +19,15 @@ changes and reports the refused ones. Neither touches the bytes of a page.
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
 from tidekv.states.types import NO_PAGES, PageIds, page_ids, without
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Created once: numpy would look up the type by name on every call.
 _UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
@@ -303,13 +307,13 @@ class LentPool(PagePool):
     request at once, when none of them has a writer any more. No page is ever cached, and none is taken without a name.
     """
 
-    __slots__ = ("has_settled",)
+    __slots__ = ("on_settle",)
 
     def __init__(self, name: str, page_count: int) -> None:
         super().__init__(name, page_count)
         self._free = page_ids()
-        self.has_settled = False
-        """Whether pages were settled since this was last set to False."""
+        self.on_settle: Callable[[PageIds], None] = lambda pages: None
+        """Called with pages that were settled. Raises nothing."""
 
     def lend(self, pages: PageIds) -> None:
         """Take over pages of the embedder."""
@@ -331,7 +335,7 @@ class LentPool(PagePool):
     def settle(self, pages: PageIds) -> None:
         """Note that pages of the quarantine have no writer any more. They stay lent."""
         self._move(pages, _DRAINING, _OWNED)
-        self.has_settled = True
+        self.on_settle(pages)
 
     def _list_free(self, pages: PageIds) -> None:
         """List nothing: pages are lent by their names."""

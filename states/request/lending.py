@@ -20,6 +20,7 @@ until then `returning` holds both.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import ReportRestored
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tidekv.states.records.loan import Loan
     from tidekv.states.records.request import Request
     from tidekv.states.storage.admission import StorageAdmission
+    from tidekv.states.types import PageIds
 
 
 class Lending:
@@ -67,12 +69,12 @@ class Lending:
         self._backups = backups
         self.returning: dict[Loan, ReportRestored | ReportFailed] = {}
         """Pages of ended requests, each with the outcome to report when no page has a writer any more."""
-        self._is_due = False
-
-    @property
-    def is_due(self) -> bool:
-        """Whether pages may be ready to be handed back."""
-        return self._is_due or any(pool.has_settled for pool in self._pools.values())
+        self.due: dict[Loan, None] = {}
+        """Those of `returning` to look at: they were just added, or one of their pages has lost its writer."""
+        self._drained_of: dict[str, dict[int, Loan]] = {}
+        """By group, the pages of those that had a writer when they were looked at."""
+        for group, pool in self._pools.items():
+            pool.on_settle = partial(self._note_settled, self._drained_of.setdefault(group, {}))
 
     def lend(self, request: Request) -> None:
         """Take over the pages of a request that arrives. An exception leaves everything as it was."""
@@ -186,20 +188,28 @@ class Lending:
 
     def _owe(self, lent: Loan, outcome: ReportRestored | ReportFailed) -> None:
         self.returning[lent] = outcome
-        self._is_due = True
+        self.due[lent] = None
+
+    def _note_settled(self, drained_of: dict[int, Loan], pages: PageIds) -> None:
+        self.due.update((drained_of[page], None) for page in pages if page in drained_of)
 
     def hand_back(self) -> None:
-        """Return the pages that have no writer any more, with the outcomes. Can be called again after an exception."""
-        for lent, outcome in list(self.returning.items()):
-            if self._has_writers(lent):
-                continue
+        """Return the pages of the first loan that is due, with its outcome, unless they have a writer. Can be called
+        again after an exception.
+        """
+        lent = next(iter(self.due))
+        if self._has_writers(lent):
+            for group, pages in lent.lent.items():
+                self._drained_of[group].update(dict.fromkeys(pages, lent))
+        else:
             with Rollback() as undo:
                 for group, pages in lent.lent.items():
                     self._pools[group].hand_back(pages)
                     undo.callback(self._pools[group].lend, pages)
-                self._state.emit(outcome)
+                self._state.emit(self.returning[lent])
                 undo.keep()
             del self.returning[lent]
-        self._is_due = False
-        for pool in self._pools.values():
-            pool.has_settled = False
+            for group, pages in lent.lent.items():
+                for page in pages:
+                    self._drained_of[group].pop(page, None)
+        del self.due[lent]

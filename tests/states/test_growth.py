@@ -151,6 +151,27 @@ def test_the_end_of_thousands_at_once_goes_on_over_several_steps(loss: str) -> N
     core.check()
 
 
+def test_lent_pages_go_back_without_a_look_at_those_that_still_have_a_writer() -> None:
+    def cost_at(count: int) -> int:
+        worker = Worker(lends_device=True)
+        for number in range(1, count + 1):
+            worker.arrive(lent_pages=tuple(range(PAGES * number, PAGES * (number + 1))), prefills=("prefill",))
+            name = {"request_id": str(number), "generation": 0}
+            worker.step(events.PromiseSent, writer="writer", ranks=1, **name)
+            assert not any(
+                isinstance(each, commands.ReportRestored)
+                for each in worker.step(events.RoomFailed, cause="no", settled=False, **name)
+            )
+
+        def drain() -> None:
+            (report,) = worker.step(events.RoomDrained, request_id="1", generation=0, rank=0)
+            assert isinstance(report, commands.ReportRestored)
+
+        return instructions_of(drain)
+
+    assert cost_at(256) <= 1.02 * cost_at(4)
+
+
 def test_room_for_thousands_at_once_is_granted_over_several_steps() -> None:
     worker = Worker()
     held = worker.core.state.device.take(worker.core.state.device.free)
