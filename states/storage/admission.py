@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import FetchPages, ProbeStorage
 from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
-from tidekv.states.storage.answer_time import AnswerTime
+from tidekv.states.storage.answer_time import WAIT_MAX_S, AnswerTime
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.storage.fetch_source import FetchSource, LateFetch
 from tidekv.states.storage.source_split import gain_s
@@ -294,17 +294,16 @@ class StorageAdmission(FetchSource):
         request.answer.ask(query.op, first=first, is_awaited=wait_s > 0)
 
     def awaits_measurement(self, request: Request) -> bool:
-        """Whether a request is not planned yet, since the first fetch of all will soon show how fast storage is.
+        """Whether a request is not planned yet: nothing is known, and the first fetch of all will soon have landed.
 
         A plan made now would ask prefill for everything. With a slow prefill that would delay all plans after it.
         """
-        state, load, answer = self._state, self.source_load, request.answer
-        is_unmeasured = load.queued_pages and not load.page_s
-        if not (is_unmeasured and answer.found and self.is_usable and state.settings.prefetch == "soonest"):
+        state, answer = self._state, request.answer
+        if not self.pages_in_flight or self._throughput.page_s or self._link_load().page_s:
             return False
-        wait_s = self.answer_time.first_wait_s(gain_s(answer.found, storage=load, link=self._link_load()))
-        due_s = answer.answered_at_s + wait_s
-        if not state.now_s < due_s < float("inf"):
+        due_s = answer.answered_at_s + WAIT_MAX_S
+        is_soonest = self.is_usable and state.settings.prefetch == "soonest"
+        if not (is_soonest and answer.found and state.now_s < due_s < float("inf")):
             return False
         state.set_deadline(request, due_s)
         return True

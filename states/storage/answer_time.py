@@ -54,18 +54,11 @@ class AnswerTime:
             self._mean_s += WEIGHT * (taken_s - self._mean_s)
         self._useful += WEIGHT * (useful - self._useful)
 
-    def first_wait_s(self, gain_s: float) -> float:
-        """Return how long a plan waits for a first measurement, if storage would save it `gain_s` (0: unknown)."""
-        return min(self._budget_s(gain_s), WAIT_MAX_S)
-
     def wait_s(self, gain_s: float) -> float:
         """Return how long a plan waits for an answer, if all pages in storage would save it `gain_s` (0: unknown)."""
-        budget_s = self._budget_s(gain_s)
+        budget_s = GAIN_SHARE * self._useful * gain_s if gain_s else WAIT_MAX_S
         if self._mean_s is None:
-            return self.first_wait_s(gain_s)
+            return min(budget_s, WAIT_MAX_S)
         if self._mean_s > budget_s:
             return 0.0
         return max(min(self._mean_s + 4 * self._deviation_s, budget_s), WAIT_MIN_S)
-
-    def _budget_s(self, gain_s: float) -> float:
-        return GAIN_SHARE * self._useful * gain_s if gain_s else WAIT_MAX_S

@@ -4,10 +4,10 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
 (`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
 "soonest" and is made at two moments:
 
-- A plan takes what storage has from there, behind what waits there already, unless the prompt is ready markedly sooner
-  if prefill sends all of it, or if both share it: then both end at the same time, storage fetches the front, and
-  prefill sends the rest. It does the same with what host memory has, which is trusted until its copies are measured to
-  be slower than prefill. A page from storage passes host memory, so the slower of both counts.
+- A plan takes what storage has from there, behind what waits there already, unless the prompt is ready sooner if
+  prefill sends all of it, or markedly sooner if both share it: then both end at the same time, storage fetches the
+  front, and prefill sends the rest. It does the same with what host memory has, which is trusted until its copies are
+  measured to be slower than prefill. A page from storage passes host memory, so the slower of both counts.
 - Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
   is recomputed, and prefill is asked for the last part by *extend*. So a storage that has become slower does not delay
   pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. It is
@@ -20,7 +20,7 @@ because it was slow is measured again once the figure is old, by one plan at a t
 If the cost of prefill is unknown, a plan fetches everything: what prefill was asked for cannot be taken back, and
 fetches can be given up. If that of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what
 storage has, but no less than the shortest hit that is fetched, as a measurement; if both are unknown, it fetches
-everything, and each recomputation halves its fetches. Others wait for a first measurement, for a short time
+everything, and each recomputation halves its fetches, and others wait for a first measurement, for a short time
 (`StorageAdmission.awaits_measurement`). Plans that are made before it fetch nothing, because reads cannot be cancelled:
 those of a slow storage would delay the fetches of all later plans. Mostly storage is known before its first hit,
 because pages that were just put are read, until a read is not faster than those before it (`StorageAdmission.measure`).
@@ -45,6 +45,8 @@ MARKED_GAIN = 1.2
 """A split is made, and changed, if the prompt takes so many times as long otherwise. Figures are less exact than that,
 and each part has a fixed cost.
 """
+SMALL_GAIN = 1.05
+"""Pages that storage has are left to prefill if the prompt takes more than so many times as long otherwise."""
 
 
 class SourceLoad(NamedTuple):
@@ -107,7 +109,7 @@ def pages_to_load(
         return max((tier.queued_pages + loaded) * tier.page_s if loaded else 0.0, sent_s - loaded * link.page_s)
 
     # What prefill is asked for delays what only it can send to others.
-    best, faster = min(candidates, key=ready_s), 0 if ready_s(0) * MARKED_GAIN < ready_s(count) else count
+    best, faster = min(candidates, key=ready_s), 0 if ready_s(0) * SMALL_GAIN < ready_s(count) else count
     chosen = best if ready_s(best) * MARKED_GAIN < ready_s(faster) else faster
     return chosen if chosen or not is_old or tier.queued_pages else min(shortest, count)
 

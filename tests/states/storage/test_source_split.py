@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.asking import ask
 from tidekv.states import commands, events
-from tidekv.states.storage.source_split import MARKED_GAIN, PROBE_PARTS, SourceLoad, fetches_to_keep, pages_to_load
+from tidekv.states.storage.source_split import (
+    MARKED_GAIN,
+    PROBE_PARTS,
+    SMALL_GAIN,
+    SourceLoad,
+    fetches_to_keep,
+    pages_to_load,
+)
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 WAYS = st.builds(SourceLoad, st.floats(0.001, 10), st.integers(0, 50))
@@ -33,7 +40,7 @@ def test_a_plan_takes_all_from_storage_unless_prefill_or_a_split_is_ready_marked
     else:
         assert ready_s(chosen) == pytest.approx(best)
     # What prefill is asked for delays what only it can send to other requests.
-    assert chosen == count or ready_s(chosen) * MARKED_GAIN < ready_s(count)
+    assert chosen == count or ready_s(chosen) * SMALL_GAIN < ready_s(count)
 
 
 @given(st.integers(0, 60), st.floats(0, 1), WAYS)
@@ -209,14 +216,12 @@ def test_the_first_put_measures_storage_before_any_hit() -> None:
     read = rig.take(commands.FetchPages)
     assert (read.request_id, len(read.host_pages)) == ("", 4)
     assert rig.core.keys_put(read.op) == ("", b"uvwx")
-    # A request waits for the measurement: asked for all pages, prefill would not send those of others meanwhile.
-    rig.arrive("a", b"abcdefghijklmnop")
-    rig.answer(rig.take(commands.QueryStorage), 16)
-    assert rig.take_all(commands.SendPromise) == []
-    rig.wait_until(rig.now_s + 0.04)
+    # Plans made meanwhile leave storage alone: their fetches would wait behind it.
+    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 0
+    rig.now_s += 0.04
     rig.fetched(read)
-    assert rig.take(commands.SendPromise).promised_tokens == 16
-    assert rig.core.storage.source_load == (pytest.approx(0.01), 16)
+    assert rig.core.storage.source_load == (pytest.approx(0.01), 0)
+    assert rig.core.state.host.owned == 0
 
 
 def measure_by_put(rig: Rig, request_id: str, tokens: bytes, taken_s: float) -> None:
@@ -278,16 +283,30 @@ def test_while_storage_is_unknown_one_plan_measures_it_with_a_part() -> None:
     send(rig, "sent", b"uvwx", 0.4)
     assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 2
     assert rig.request("a").sources.declined == ("unmeasured", 14)
-    # Nothing more is read until that has ended: reads cannot be cancelled. Others wait for it, but not for long.
+    # Nothing more is read until that has ended: reads cannot be cancelled.
+    assert ask(rig, "b", TOKENS.upper(), 8).promised_tokens == 0
+    rig.now_s += 0.02
+    rig.fetched(rig.take(commands.FetchPages))
+    # A page from storage in 0.01 s, from prefill in 0.1 s.
+    assert ask(rig, "c", b"01234567", 8).promised_tokens == 8
+
+
+@pytest.mark.parametrize(("lands_after_s", "promised"), [(0.04, 8), (0.06, 0)])
+def test_while_nothing_is_known_others_wait_for_the_first_fetch_but_not_for_long(
+    lands_after_s: float, promised: int
+) -> None:
+    """What a slow prefill was asked for delays all plans after it, and cannot be taken back."""
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=0, prefetch_base_s=100.0, device_pages=64, host_pages=64)
+    rig.attach_storage()
+    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 16
+    fetch = rig.take(commands.FetchPages)
     rig.arrive("b", TOKENS.upper())
     rig.answer(rig.take(commands.QueryStorage), 8)
-    rig.wait_until(rig.now_s + 0.049)
     assert rig.take_all(commands.SendPromise) == []
-    rig.wait_until(rig.now_s + 0.002)
-    assert rig.take(commands.SendPromise).promised_tokens == 0
-    rig.fetched(rig.take(commands.FetchPages))
-    # A page from storage in 0.03 s, from prefill in 0.1 s.
-    assert ask(rig, "c", b"01234567", 8).promised_tokens == 8
+    rig.wait_until(rig.now_s + lands_after_s)
+    rig.fetched(fetch)
+    rig.copied(rig.take(commands.CopyPages))
+    assert rig.take(commands.SendPromise).promised_tokens == promised
 
 
 def test_a_fetch_that_was_waited_for_and_is_overdue_is_asked_of_prefill() -> None:
