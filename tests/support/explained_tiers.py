@@ -325,6 +325,9 @@ def storage_is_measured_with_another_request(play: Play) -> None:
     play.plan_with_storage("r0", tokens=b"zz", found=1)
     play.arrive("r1")
     play.answer_queries(found=4)
+    # It waits for the measurement, but not for so long.
+    play.at_s += 0.06
+    play.take(events.ClockAdvanced)
 
 
 @says("4 pages that storage has were declined", DECLINED["slower"], "(prefetch is soonest)")
