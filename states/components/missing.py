@@ -47,7 +47,7 @@ class LateComponentCopy:
         self.lock: ComponentReceipt | None = None
         self.pin: ComponentReceipt | None = None
         self.left: list[RequestComponents] = []
-        """Component pages of left requests, which the copy keeps alive."""
+        """Component pages of left requests, which the copy keeps alive, and of those that wait for its end."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """Give everything back."""
@@ -110,11 +110,12 @@ class MissingPages:
         cause: str,
         *,
         host_pages: PageIds | None = None,
+        kept: Sequence[RequestComponents] = (),
     ) -> bool:
         """Let the requests of a late copy go on without it, on fresh pages; False, with nothing changed, without any.
 
         `waiting` are the component pages that wait for the copy, each with the positions that it reads or writes.
-        `host_pages` are those that it reads, if they are its own.
+        `host_pages` are those that it reads, if they are its own. Those in `kept` wait for its end.
         """
         live = [(held, self._own_positions(held, component, at)) for held, at in waiting if held.request is not None]
         count = sum(len(positions) for _, positions in live)
@@ -136,7 +137,7 @@ class MissingPages:
             undo.keep()
         if host_pages is not None:
             copy.host_pages = host_pages
-        copy.left = [held for held, _ in waiting if held.request is None]
+        copy.left = [*kept, *(held for held, _ in waiting if held.request is None)]
         for held, positions in live:
             ours, fresh = fresh[: len(positions)], fresh[len(positions) :]
             copy.device_pages += held.exchange(component, positions, ours)

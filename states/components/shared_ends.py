@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.commands import CopyPages
+from tidekv.states.components.missing import LateComponentCopy
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
@@ -239,13 +240,30 @@ class SharedEnds:
         self._settle(copy.waiter)
 
     def copy_is_late(self, copy: SharedEndCopy) -> None:
-        """Give both requests of a copy fresh pages. The old ones stay until it ends. Can be called again."""
+        """Give both requests of a copy fresh pages. The old ones stay until it ends. Can be called again.
+
+        A sender of which another copy reads as well keeps its pages, and waits for both: one that ends would free them
+        under the other.
+        """
         if not copy.is_counted:
             copy.is_counted = True
             self._state.count("copies_late")
-        waiting = [(copy.sender, copy.positions), (copy.waiter, copy.positions)]
-        if any(held.request is not None for held, _ in waiting):
-            self._missing.late(copy, copy.op, copy.component, waiting, "end_copy_late")
+        is_read = self._has_other_reader(copy)
+        going_on = [copy.waiter] if is_read else [copy.sender, copy.waiter]
+        if any(held.request is not None for held in going_on):
+            waiting = [(held, copy.positions) for held in going_on]
+            kept = [copy.sender] if is_read else []
+            self._missing.late(copy, copy.op, copy.component, waiting, "end_copy_late", kept=kept)
+
+    def _has_other_reader(self, copy: SharedEndCopy) -> bool:
+        """Whether another copy reads the same pages of the sender: one to another waiter, be it late or not."""
+        for other in self._state.operations.values():
+            match other:
+                case SharedEndCopy(sender=copy.sender, component=copy.component) if other is not copy:
+                    return True
+                case LateComponentCopy(component=copy.component) if copy.sender in other.left:
+                    return True
+        return False
 
     # --- The ends ---
 

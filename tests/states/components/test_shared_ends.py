@@ -308,6 +308,26 @@ def test_after_a_late_copy_both_get_fresh_pages_and_the_old_ones_stay_until_it_e
     finish_all(rig)
 
 
+def test_a_sender_that_two_late_copies_read_keeps_its_pages_until_both_have_ended() -> None:
+    """The first one that ended freed them under the other."""
+    rig = rig_of(state(), copy_deadline_s=1.0)
+    promises = arrive(rig, "a", "b", "c")
+    rig.serve(promises["a"])
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
+    assert first.source_pages == second.source_pages
+    rig.wait_until(1.0)
+    extends = rig.take_all(commands.SendExtend)
+    assert [extend.request_id for extend in extends] == ["b", "c"]
+    rig.pending += extends
+    rig.copied(first)
+    assert not rig.take_all(commands.ReportReady)
+    assert device_pages(rig, "state")["owned"] == 4
+    rig.copied(second)
+    assert rig.take(commands.ReportReady).request_id == "a"
+    assert device_pages(rig, "state")["owned"] == 3
+    finish_all(rig)
+
+
 def test_a_waiter_waits_for_a_stalled_sender_for_a_while_only() -> None:
     rig = rig_of(share_wait_s=0.5)
     promises = arrive(rig, "a", "b")
