@@ -1,7 +1,7 @@
 """Runs many seeds over several processes, for `tidekv simulate`.
 
-Every seed has windows or states, but for those of short rests, which models with further groups do not have. Of all
-seeds, a part lends its device pages, and a part runs on several ranks; `shape_of` draws both.
+A seed is two runs (`shapes_of`): most of its requests on one rank, the others on several. In one of them host engines
+lend the device pages. Both have windows or states, but for short rests, which models with further groups do not have.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from random import Random
 from typing import TypeAlias
 
 from simulation.faults import FAULTS, Chosen
-from simulation.neighbours import has_neighbours
-from simulation.simulate import Report, SimulationFailed, has_short_rests, lends_in, simulate
+from simulation.neighbours import draws_neighbours
+from simulation.simulate import Report, SimulationFailed, has_short_rests, simulate
 
-Outcome: TypeAlias = "tuple[Report | str, float]"
-"""Report of a seed, or the text of its failure, and its CPU time in seconds."""
+Outcome: TypeAlias = "tuple[list[Report | str], float]"
+"""Reports of a seed, or the texts of failures, and its CPU time in seconds."""
 
-LENT_SHARE = 0.45
-"""Share of the seeds in which host engines lend the device pages."""
-RANKS_SHARE = 0.25
-"""Share of the seeds that run on several ranks."""
 REQUESTS_OF_RANKS = 0.25
-"""Requests of such a seed, as a share of those of another one: every rank has its own core and tiers."""
+"""Share of a seed's requests that run on several ranks, each of which has its own core and tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +39,24 @@ class Shape:
     has_neighbours: bool
 
 
-def shape_of(
-    seed: int, requests: int, *, ranks: int | None = None, lends: bool = False, neighbours: bool = False
-) -> Shape:
-    """Draw the shape of a seed. With `ranks` every seed runs on so many, with `lends` every seed lends, and with
-    `neighbours` every seed is of one rank, unless `ranks` says otherwise, and has other decode workers.
+def shapes_of(
+    seed: int, requests: int, *, ranks: int | None = None, lends: bool | None = None, neighbours: bool = False
+) -> tuple[Shape, ...]:
+    """Draw the runs of a seed. With `ranks` it is one run on so many, with `neighbours` one run of a rank that has
+    other decode workers; `lends` says for every run whether host engines lend the device pages.
     """
     random = Random(f"shape {seed}")
-    if ranks is None and not neighbours and random.random() < RANKS_SHARE:
-        ranks, requests = random.choice((2, 3, 4)), max(1, round(requests * REQUESTS_OF_RANKS))
-    lends = lends or lends_in(seed, LENT_SHARE)
-    neighbours = (neighbours or has_neighbours(seed)) and (ranks or 1) == 1
-    has_components = lends or not has_short_rests(seed)
-    return Shape(requests, ranks or 1, has_components, lends, neighbours)
+    several, is_lent_first = random.choice((2, 3, 4)), random.random() < 0.5
+    few = max(1, round(requests * REQUESTS_OF_RANKS))
+    is_one_run = ranks is not None or neighbours
+    runs = [(ranks or 1, requests)] if is_one_run else [(1, max(1, requests - few)), (several, few)]
+    shapes = []
+    for number, (count, share) in enumerate(runs):
+        is_lent = is_lent_first == (number == 0) if lends is None else lends
+        has_neighbours = (neighbours or draws_neighbours(seed)) and count == 1
+        has_components = is_lent or not has_short_rests(seed)
+        shapes.append(Shape(share, count, has_components, is_lent, has_neighbours))
+    return tuple(shapes)
 
 
 @dataclass(slots=True)
@@ -87,26 +88,26 @@ def run_campaign(
     jobs: int = 1,
     ranks: int | None = None,
     without: Sequence[str] = (),
-    lends: bool = False,
+    lends: bool | None = None,
     neighbours: bool = False,
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
-    With `ranks`, that many cores serve each request together; with `lends` every seed has lent device pages, with
-    `neighbours` other decode workers. Otherwise `shape_of` draws these, and a seed on several ranks has fewer requests.
+    `ranks`, `lends` and `neighbours` are those of `shapes_of`.
     """
     campaign = Campaign()
     began_s = time.perf_counter()
-    shaped = partial(shape_of, requests=requests, ranks=ranks, lends=lends, neighbours=neighbours)
+    shaped = partial(shapes_of, requests=requests, ranks=ranks, lends=lends, neighbours=neighbours)
     one = partial(_run_seed, shaped=shaped, faults=faults, without=without)
     numbers = range(first_seed, first_seed + seeds)
-    for seed, (outcome, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
+    for seed, (outcomes, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
         campaign.seeds += 1
         campaign.cpu_s += cpu_s
-        if isinstance(outcome, str):
-            campaign.failures[seed] = outcome
-        else:
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                campaign.failures[seed] = outcome
+                continue
             campaign.requests += outcome.requests
             campaign.events += outcome.events
             campaign.ends.update(outcome.ends)
@@ -129,20 +130,25 @@ def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterato
         yield from pool.map(one, seeds, chunksize=4)
 
 
-def _run_seed(seed: int, *, shaped: Callable[[int], Shape], faults: Chosen, without: Sequence[str]) -> Outcome:
+def _run_seed(
+    seed: int, *, shaped: Callable[[int], tuple[Shape, ...]], faults: Chosen, without: Sequence[str]
+) -> Outcome:
     began_s = time.process_time()
-    shape = shaped(seed)
-    try:
-        outcome: Report | str = simulate(
-            seed,
-            shape.requests,
-            faults,
-            ranks=shape.ranks,
-            without=without,
-            always_components=shape.has_components,
-            lends=shape.lends,
-            neighbours=shape.has_neighbours,
-        )
-    except SimulationFailed as failure:
-        outcome = str(failure)
-    return outcome, time.process_time() - began_s
+    outcomes: list[Report | str] = []
+    for shape in shaped(seed):
+        try:
+            outcomes.append(
+                simulate(
+                    seed,
+                    shape.requests,
+                    faults,
+                    ranks=shape.ranks,
+                    without=without,
+                    always_components=shape.has_components,
+                    lends=shape.lends,
+                    neighbours=shape.has_neighbours,
+                )
+            )
+        except SimulationFailed as failure:
+            outcomes.append(str(failure))
+    return outcomes, time.process_time() - began_s

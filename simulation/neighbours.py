@@ -26,7 +26,7 @@ CALLS_FROM = 1_000_000
 READS_OF_AN_ARRIVAL = (0, 0, 1, 2)
 
 
-def has_neighbours(seed: int) -> bool:
+def draws_neighbours(seed: int) -> bool:
     """Whether a seed of a campaign draws neighbours."""
     return Random(f"draws neighbours {seed}").random() < SHARE
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from simulation.campaign import Shape, shape_of
+from simulation.campaign import Shape, shapes_of
 from simulation.simulate import SimulationFailed, simulate
 from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
@@ -42,9 +42,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
     faults: Chosen
     without: tuple[str, ...]
     lends: bool
-    """Whether every seed lends its device pages, not only those that draw it."""
     neighbours: bool
-    """The same of other decode workers."""
     ranks: int
     struck: tuple[str, ...]
     """The kinds of faults that struck."""
@@ -60,7 +58,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
         faults = self.faults if isinstance(self.faults, str) else ",".join(self.faults)
         words = ["tidekv", "simulate", "--seed", str(self.seed), "--requests", str(self.requests), "--faults", faults]
         words += ["--ranks", str(self.ranks)]
-        words += ["--lent"] if self.lends else []
+        words += ["--lent" if self.lends else "--owned"]
         words += ["--peers"] if self.neighbours else []
         return shlex.join([*words, "--without", ",".join(self.without)] if self.without else words)
 
@@ -164,19 +162,21 @@ def find_smallest(
     *,
     ranks: int | None = None,
     without: Collection[str] = (),
-    lends: bool = False,
+    lends: bool | None = None,
     neighbours: bool = False,
 ) -> SmallestRun:
     """Reduce a failing run for as long as it fails in the same way, and write its journal to `path`.
 
-    The run is that of the seed in a campaign (`shape_of`), on so many `ranks` if they are given. `without` names kinds
-    of faults that are excluded from the start. Raises InvalidRequest if the run does not fail.
+    The run is the first of the seed in a campaign that fails (`shapes_of`). `without` names kinds of faults that are
+    excluded from the start. Raises InvalidRequest if the run does not fail.
     """
-    best = _Attempt(seed, shape_of(seed, requests, ranks=ranks, lends=lends, neighbours=neighbours), faults, without)
+    shapes = shapes_of(seed, requests, ranks=ranks, lends=lends, neighbours=neighbours)
+    runs_of_seed = (_Attempt(seed, shape, faults, without) for shape in shapes)
+    best = next((attempt for attempt in runs_of_seed if attempt.what), None)
     left_out = frozenset(without)
-    what = best.what
-    if not what:
+    if best is None:
         raise InvalidRequest(f"seed {seed} with {requests} requests does not fail: there is nothing to reduce")
+    what = best.what
     runs, size = 1, max(1, len(best.struck) // 2)
     # Delta debugging: exclude kinds in groups of half the number that struck, then in smaller groups.
     while runs < RUNS_MAX:
@@ -200,7 +200,7 @@ def find_smallest(
         requests=last.shape.requests,
         faults=faults,
         without=tuple(sorted(left_out)),
-        lends=lends,
+        lends=last.shape.lends,
         neighbours=neighbours,
         ranks=last.shape.ranks,
         struck=last.struck,

@@ -59,9 +59,11 @@ class Alone:
         if due_s is not None and due_s < self._clock_at_s:
             late_s = rank.delay() * 10 if rank.faults.hits("clock_is_late") else 0.0
             self._clock_at_s = max(due_s, rank.now_s) + late_s
-            rank.schedule.at(self._clock_at_s, self._tick)
+            rank.schedule.at(self._clock_at_s, self._tick, self._clock_at_s)
 
-    def _tick(self) -> None:
+    def _tick(self, at_s: float) -> None:
+        if at_s != self._clock_at_s:
+            return  # An earlier deadline has come in between.
         self._clock_at_s = float("inf")
         due_s = self._rank.core.next_deadline_s()
         if due_s is not None and due_s <= self._rank.now_s:

@@ -28,17 +28,19 @@ def simulate(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Ranks of one instance that must decide alike. By default the seed draws it: one in four runs on 2 to"
-            " 4 ranks, with a quarter of the requests.",
+            help="Ranks of one instance that must decide alike. By default a quarter of the requests runs on 2 to 4"
+            " ranks, the others on one.",
             min=1,
             max=RANKS_MAX,
         ),
     ] = None,
     without: Annotated[str, typer.Option(help="Names of faults that are drawn but never strike.")] = "",
     lent: Annotated[
-        bool,
-        typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some of them."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--lent/--owned", help="Whether host engines lend the device pages; by default in one of a seed's two runs."
+        ),
+    ] = None,
     peers: Annotated[
         bool, typer.Option("--peers", help="Other decode workers in every seed, each on one rank; by default in some.")
     ] = False,

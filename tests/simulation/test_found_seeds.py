@@ -14,11 +14,6 @@ def test_a_request_whose_failure_raises_once_fails_at_the_second_try() -> None:
     simulate(691768212, 1000, always_components=True, hints=False)
 
 
-def test_a_sender_whose_end_two_late_copies_read_does_not_lose_it_to_the_first_that_ends() -> None:
-    """Two requests waited for the same end; both copies were late, and the sender got fresh pages for the first."""
-    assert simulate(16, 60).ends["READY"] > 40
-
-
 def test_a_report_that_crosses_an_early_callers_abort_is_given_to_nobody() -> None:
     """The caller had written its state record when it aborted, and READY was decided in the same turn."""
     faults = {"flush": 0.3, "abort": 0.3, "abort_at_once": 0.0, "rank_lags": 0.05}

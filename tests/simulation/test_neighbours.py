@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from simulation import SimulationFailed, simulate
-from simulation.campaign import shape_of
+from simulation.campaign import shapes_of
 from simulation.faults import FAULTS, OF_NEIGHBOURS
-from simulation.neighbours import has_neighbours
+from simulation.neighbours import draws_neighbours
 from simulation.simulate import draw_settings, with_neighbours
 from simulation.smallest import find_smallest
 from tidekv.states.core_state import CoreState
@@ -42,14 +42,14 @@ def test_the_same_seed_is_the_same_run_and_without_them_it_is_another() -> None:
 
 def test_every_seed_of_a_campaign_that_asks_for_other_workers_has_them() -> None:
     for seed in SEEDS:
-        assert shape_of(seed, 100, neighbours=True).has_neighbours
+        assert all(shape.has_neighbours for shape in shapes_of(seed, 100, neighbours=True))
     seeds_without_peers = [seed for seed in SEEDS if not simulate(seed, 25, neighbours=True).counters["pages_shared"]]
     # A short run may end before a prompt is in host memory.
     assert len(seeds_without_peers) < len(SEEDS) / 2, seeds_without_peers
 
 
 def test_some_seeds_of_a_campaign_have_other_workers() -> None:
-    drawn = sum(has_neighbours(seed) for seed in range(200))
+    drawn = sum(draws_neighbours(seed) for seed in range(200))
     assert 20 < drawn < 100
 
 
@@ -121,7 +121,7 @@ def test_a_failing_run_with_other_workers_is_reduced_and_repeated(tmp_path, monk
     a_share_never_ends(monkeypatch)
 
     def fails(seed: int) -> bool:
-        shape = shape_of(seed, 40, ranks=1, neighbours=True)
+        (shape,) = shapes_of(seed, 40, ranks=1, neighbours=True)
         try:
             simulate(seed, 40, lends=shape.lends, neighbours=True)
         except SimulationFailed:

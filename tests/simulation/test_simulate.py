@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from random import Random
 
 import pytest
 
-from simulation import FAULTS, SimulationFailed, campaign, prefill, simulate
-from simulation.faults import Chosen
+from simulation import FAULTS, SimulationFailed, prefill, simulate
+from simulation.campaign import shapes_of
 from simulation.prefill import Peer
 from simulation.schedule import Link, Schedule
-from simulation.simulate import settings_of
 from simulation.tiers import SimulatedCopies
-from simulation.world import World
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.records.request import Load
@@ -88,33 +85,21 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert first.digest != simulate(6, 150).digest
 
 
-def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_peers_and_many_lend_or_have_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    components, lent, ranks_drawn, short_rests, peers = set(), set(), Counter[int](), set(), set()
-
-    def note(
-        seed: int, requests: int, faults: Chosen, *, ranks: int, without: object, neighbours: bool, **shape: bool
-    ) -> None:
-        settings = settings_of(Random(f"settings {seed}"), seed, **shape)
-        components.update({seed} if settings.components else ())
-        lent.update({seed} if settings.lends_device else ())
-        short_rests.update({seed} if settings.recompute_threshold else ())
-        peers.update({seed} if neighbours else ())
-        ranks_drawn[ranks] += 1
-        assert requests == (12 if ranks == 1 else 3)
-        world = World(seed=seed, requests=requests, faults="none", settings=settings)
-        raise SimulationFailed(world, requests, faults, ZeroDivisionError("no run"))
-
-    monkeypatch.setattr(campaign, "simulate", note)
-    seeds = 200
-    campaign.run_campaign(first_seed=1, seeds=seeds, requests=12)
-    assert components | short_rests | peers == set(range(1, seeds + 1))
-    assert seeds * 0.1 < len(peers) < seeds * 0.3
-    assert seeds * 0.05 < len(short_rests) < seeds * 0.15
-    assert seeds / 3 <= len(lent) <= seeds / 2
-    assert set(ranks_drawn) == {1, 2, 3, 4}
-    assert seeds * 0.15 < seeds - ranks_drawn[1] < seeds * 0.35
+def test_every_seed_of_a_campaign_has_components_ranks_and_lent_pages_as_far_as_they_go_together() -> None:
+    ranks, lent_alone, peers, without_components = Counter[int](), 0, 0, 0
+    for seed in range(200):
+        alone, together = shapes_of(seed, 12)
+        assert (alone.ranks, alone.requests, together.requests) == (1, 9, 3)
+        ranks[together.ranks] += 1
+        assert alone.lends != together.lends
+        lent_alone += alone.lends
+        peers += alone.has_neighbours
+        for shape in (alone, together):
+            # Short rests are for models without further groups.
+            assert shape.has_components or not shape.lends
+            without_components += not shape.has_components
+    assert set(ranks) == {2, 3, 4} and min(ranks.values()) > 40
+    assert 60 < lent_alone < 140 and 20 < peers < 60 and without_components < 120
 
 
 def test_settings_can_be_given() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from simulation.campaign import shape_of
+from simulation.campaign import shapes_of
 from simulation.faults import FAULTS
 from tidekv.engine.cli.main import app
 from tidekv.states.errors import InvalidConfig
@@ -50,11 +50,11 @@ def test_operations_on_components_are_counted() -> None:
     assert found is not None and "tails_sent " in found[1]
 
 
-def test_seeds_that_draw_ranks_serve_fewer_requests() -> None:
-    seed = next(str(seed) for seed in range(1, 50) if shape_of(seed, 40).ranks > 1)
-    assert "10 requests over 1 seeds" in simulate("--seed", seed, "--requests", "40").output
-    assert "40 requests over 1 seeds" in simulate("--seed", seed, "--requests", "40", "--ranks", "1").output
-    assert "10 requests over 1 seeds" in simulate("--seed", seed, "--requests", "40", "--faults", "abort").output
+def test_a_seed_is_a_run_on_one_rank_and_one_on_several_unless_their_number_is_given() -> None:
+    assert [shape.requests for shape in shapes_of(7, 40)] == [30, 10]
+    assert "40 requests over 1 seeds" in simulate("--seed", "7", "--requests", "40").output
+    assert "40 requests over 1 seeds" in simulate("--seed", "7", "--requests", "40", "--ranks", "1").output
+    assert "40 requests over 1 seeds" in simulate("--seed", "7", "--requests", "40", "--faults", "abort").output
 
 
 def test_a_fresh_seed_is_printed_and_gives_the_same_run_again() -> None:

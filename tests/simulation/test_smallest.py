@@ -29,7 +29,7 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
         finish(self, request, event)
 
     monkeypatch.setattr(Serving, "finish", too_early)
-    smallest = find_smallest(6, 120, "all", tmp_path / "small.journal", ranks=1)
+    smallest = find_smallest(6, 120, "all", tmp_path / "small.journal", ranks=1, lends=False)
     assert smallest.what.startswith("BrokenInvariant: pool 'device'")
     assert smallest.requests < 30
     assert smallest.events < 20
@@ -40,7 +40,7 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
 
 def test_what_an_audit_finds_is_shown_by_fewer_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Load, "unlock", lambda self, index: setattr(self, "lock", None))
-    smallest = find_smallest(6, 120, "all", tmp_path / "small.journal", ranks=1)
+    smallest = find_smallest(6, 120, "all", tmp_path / "small.journal", ranks=1, lends=False)
     assert "counts other device receipts than are held" in smallest.what
     assert smallest.requests < 120
     assert smallest.without
@@ -58,10 +58,11 @@ def test_what_only_the_world_sees_is_shown_by_its_command_and_journal(
         request.held.own = request.held.own[:-1]
 
     monkeypatch.setattr(Restore, "commit", forgetful)
-    smallest = find_smallest(4, 80, "all", tmp_path / "small.journal", ranks=1)
+    smallest = find_smallest(4, 80, "all", tmp_path / "small.journal", ranks=1, lends=False)
     assert smallest.requests < 80
     words = shlex.split(smallest.command)
     assert words[:2] == ["tidekv", "simulate"]
+    words.remove("--owned")
     given = dict(zip(words[2::2], words[3::2], strict=True))
     without = given.get("--without", "").split(",") if "--without" in given else []
     with pytest.raises(SimulationFailed) as again:
@@ -82,5 +83,5 @@ def test_a_kind_that_is_left_out_changes_nothing_before_it_would_have_struck() -
 
 def test_a_run_that_does_not_fail_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="does not fail"):
-        find_smallest(1, 10, "none", tmp_path / "small.journal", ranks=1)
+        find_smallest(1, 10, "none", tmp_path / "small.journal", ranks=1, lends=False)
     assert not list(tmp_path.iterdir())
