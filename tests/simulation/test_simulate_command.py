@@ -87,7 +87,9 @@ def test_a_violation_is_printed_with_the_seed_that_repeats_it_and_stops_no_other
         self.lock = None
 
     monkeypatch.setattr(Load, "unlock", forgets)
-    done = simulate("--seed", "4", "--seeds", "3", "--requests", "120", "--ranks", ranks, "--journals", str(tmp_path))
+    done = simulate(
+        "--seed", "4", "--seeds", "3", "--requests", "120", "--ranks", ranks, "--owned", "--journals", str(tmp_path)
+    )
     assert done.exit_code == 1
     (failed, seeds) = re.findall(r"VIOLATIONS in (\d+) of (\d+) seeds", done.output)[0]
     assert (int(failed) > 0, seeds) == (True, "3")
