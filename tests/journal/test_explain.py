@@ -186,6 +186,8 @@ FAULTS_WITHOUT_CAUSE = {
     "abort_of_nothing", "id_returns", "same_id_elsewhere", "neighbour_reports_nonsense",
     # No request of this worker waits for them.
     "share_fails", "share_raises", "share_is_stuck",
+    # The other ranks say so, or a refusal that no core takes.
+    "rank_lags", "rank_dies", "rank_misses_a_call", "rank_leaves_otherwise", "rank_holds_more",
 }  # fmt: skip
 
 
