@@ -47,5 +47,5 @@ def test_a_run_ends_well_where_every_fetch_is_given_up_that_the_transfer_outruns
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loads, "fetches_to_keep", lambda fetches, link: 0)
-    counters = [SIMULATE.simulate(seed, 150, ["fetch_is_late"]).counters for seed in (20, 21, 38, 47, 56, 57)]
+    counters = [SIMULATE.simulate(seed, 150, ["fetch_is_late"]).counters for seed in (5, 7, 10, 23, 24, 30)]
     assert sum(one.get("l3_fetches_cut", 0) for one in counters) > 0
