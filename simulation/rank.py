@@ -445,6 +445,9 @@ class Rank:
             # Pages of a process that has ended need not be taken back.
             self.work.failed(caller)
         self.world.ended(caller.script, self.number, end)
+        if self.is_solo:
+            # The last one may have waited for pages that a host engine lends, of which the core knows nothing.
+            self.schedule.after(0.0, self.world.turns.try_to_form)
 
     def refused(self, refusal: Refusal) -> None:
         """Take a call that the core does not take."""
@@ -539,10 +542,11 @@ class Rank:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is in flight on this rank, so that no access to its pages is under way."""
+        """Whether no request lives on this rank and nothing is in flight, so no access to its pages is under way."""
         pools = (self.device, self.host, self.component_pages)
         is_quiet = self.work.is_quiet and all(pool.is_quiet for pool in pools)
-        return is_quiet and self.driver.is_idle and self.core.is_idle and not self.outcomes.open_count
+        is_idle = self.driver.is_idle and self.core.is_idle
+        return is_quiet and is_idle and not self.outcomes.open_count and not self.callers
 
     # --- The end ---
 

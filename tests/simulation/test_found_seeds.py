@@ -19,3 +19,8 @@ def test_a_report_that_crosses_an_early_callers_abort_is_given_to_nobody() -> No
     faults = {"flush": 0.3, "abort": 0.3, "abort_at_once": 0.0, "rank_lags": 0.05}
     report = simulate(5, 60, faults, ranks=2, settings=component_settings_of(5), early=True)
     assert report.early["aborted"]
+
+
+def test_a_request_that_waits_for_lent_pages_ends_before_its_rank_forms_a_group_again() -> None:
+    """A rank had died, and the others had nothing in flight but a request that their host engines had no pages for."""
+    simulate(410004, 200, ranks=3, always_components=True, lends=True)
