@@ -223,6 +223,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             _per_second("tidekv_declined_pages_total", "cause"),
         ),
+        Panel(
+            "Pages not asked of other decode workers by cause",
+            "Pages that no tier had and no other decode worker was asked for; workers that hints named in vain.",
+            "short",
+            [
+                *_per_second("tidekv_peer_declined_pages_total", "cause"),
+                (f"rate(tidekv_peers_refused_total{{{HERE}}}[$__rate_interval])", "workers refused"),
+            ],
+        ),
     ),
     "Windows and states": (
         Panel(

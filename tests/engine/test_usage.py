@@ -95,7 +95,7 @@ def test_a_missing_argument_is_named_with_its_meaning(path: str, fail: Fail) -> 
     ("words", "text"),
     [
         ("doctor --deadline-s 0", "--deadline-s must be a number, 1.0 or more, not '0'"),
-        ("simulate --ranks 9", "--ranks must be a whole number from 0 to 8, not '9'"),
+        ("simulate --ranks 9", "--ranks must be a whole number from 1 to 8, not '9'"),
         ("run --compare=1", "--compare takes no value"),
         ("timeline --html", "--html needs a value"),
         ("run --kind chatt", "--kind must be chat or agents, not 'chatt'; did you mean chat?"),

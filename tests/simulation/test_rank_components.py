@@ -97,7 +97,7 @@ def test_a_failed_copy_that_one_rank_keeps_to_itself_is_seen(monkeypatch: pytest
 STORAGE_FAULTS = {
     "query_promises_too_little": 0.05,
     "fetch_is_short": 0.05,
-    "fetch_is_late": 0.01,
+    "fetch_is_late": 0.05,
     "store_fails": 0.005,
     "outcome_repeats": 0.1,
     "component_copy_fails": 0.01,

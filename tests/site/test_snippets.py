@@ -104,6 +104,10 @@ NOT_RUN = {
         "These are arguments of SGLang's server, which has no build for this suite.",
         f"{CHECKED}::test_the_extra_config_of_sglang_is_read",
     ),
+    ("docs/vllm-handover.md", '{"remote_kv_source"'): (
+        "This is a part of an answer of vLLM's server, which has no build for this suite.",
+        "tests/integrations/test_vllm_hints.py::test_prefill_reads_the_turn_before_from_decode",
+    ),
     ("docs/vllm-handover.md", "vllm serve"): (
         "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
         f"{CHECKED}::test_servers_of_a_pair_get_settings_that_are_read",
