@@ -15,8 +15,8 @@ from typing import Final
 
 from tidekv.states.errors import InvalidRequest, cause_of
 
-FILES: Final = ("--json", "--answers")
-"""Options that do not matter to figures: where they are written, and where right answers are kept between runs."""
+FILES: Final = ("--json", "--answers", "--journals")
+"""Options that do not matter to figures: where they, right answers and journals of failures are written."""
 
 
 def about(program: str = "tidekv") -> dict[str, object]:
