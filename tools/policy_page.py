@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
-from tidekv.states.storage.source_split import MARKED_GAIN, SMALL_GAIN, TRUSTED_S
+from tidekv.states.storage.source_split import TRUSTED_S
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
@@ -43,14 +43,13 @@ most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * ti
 {ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more.
 
 **Split between storage and transfer.** With `soonest` that of the transfer is measured in the same way, prefill's
-computation included. A plan fetches what storage has, unless the transfer of all of it is {SMALL_GAIN:g} times as fast
-or more, or a part from each {MARKED_GAIN:g} times: what prefill sends delays what only prefill can send to others. Host
-memory is trusted, until its copies are measured to be slower than the transfer: then, if they would take more than
-{1e3 * TRUSTED_S:g} ms, the same rule divides its pages (`l2_declined_pages`), and storage counts as no faster than the
-copies that follow its reads. While the throughput of the transfer is unknown, a plan fetches all. While that of storage
-is unknown, one plan at a time measures it with a part of its pages; while neither is known, others wait for a first
-measurement, {WAIT_MAX_S * 1000:g} ms at most ([Measuring](measuring.md#default-policy-on-real-processes)). Those of
-windows and states are not split.
+computation included. A plan fetches what storage has, unless the transfer of all of it is sooner, or a part from each
+markedly sooner: what prefill sends delays what only prefill can send to others. Host memory is trusted, until its
+copies are measured to be slower than the transfer: then, if they would take more than {1e3 * TRUSTED_S:g} ms, the same
+rule divides its pages (`l2_declined_pages`), and storage counts as no faster than the copies that follow its reads.
+While the throughput of the transfer is unknown, a plan fetches all. While that of storage is unknown, one plan at a
+time measures it with a part of its pages; while neither is known, others wait for a first measurement, for a short time
+([Measuring](measuring.md#default-policy-on-real-processes)). Those of windows and states are not split.
 
 **Prefetch for waiting requests.** If `lookahead_pages_max` is set, pages of a request that waits for device memory are
 fetched to the host meanwhile and count as `l3`; those of windows and states come first
