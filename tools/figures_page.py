@@ -40,7 +40,7 @@ SGLANG_TITLES = {
 PAIRS = {"sglang": "SGLang", "vllm": "vLLM"}
 PAIR_TITLES = {**SGLANG_TITLES, "nixl-quiet": "NixlConnector"}
 """By the words of `dev.py sglang` and `dev.py vllm`."""
-SGLANG_RUNS = ("sglang_long.json",)
+SGLANG_RUNS = ("sglang_long.json", "sglang_as_is.json")
 SGLANG_FAULTS = (
     "sglang_faults_tidekv.json",
     "sglang_faults_l2.json",
@@ -312,11 +312,17 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
         f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']}). "
         "Decode's device memory holds a third of all conversations:",
         "",
-        f"| | {' | '.join(SGLANG_TITLES.get(one['variant'], one['variant']) for one in found)} |",
+        f"| | {' | '.join(_sglang_title(one['variant']) for one in found)} |",
         f"|---|{'---:|' * len(found)}",
         *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
         "",
     ]
+
+
+def _sglang_title(variant: str) -> str:
+    """Return the words for a variant; "as it is" for servers whose schedulers spin while they wait."""
+    name = variant.removesuffix("-as-is")
+    return f"{SGLANG_TITLES.get(name, name)}{', as it is' if name != variant else ''}"
 
 
 def peers_table_rows(reports: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
