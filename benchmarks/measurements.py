@@ -228,7 +228,7 @@ def ends_held() -> Iterator[set[signal.Signals]]:
 def run(measurement: Measurement, options: Options, limit_s: float = float("inf")) -> Outcome:
     """Run a measurement for at most `limit_s`; never raises for failures of its program."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
-        return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
+        return Outcome(missing={"": f"there is no {measurement.recording} in the folder of recordings (--traces)"})
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-W", "ignore", "-m", measurement.program]

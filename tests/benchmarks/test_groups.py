@@ -144,7 +144,8 @@ def test_a_peer_that_the_registry_does_not_have_is_named_as_missing(tmp_path: Pa
 def test_a_recording_that_is_not_there_is_named_as_missing(tmp_path: Path) -> None:
     said, rows = verdicts(tmp_path, "user", "--only", "sessions", "--traces", str(tmp_path))
     assert {row["verdict"] for row in rows.values()} == {"missing"}
-    assert str(tmp_path) in str(rows["sessions.bytes"]["words"])
+    assert "claude-code-sessions.jsonl.gz" in str(rows["sessions.bytes"]["words"])
+    assert str(tmp_path) not in str(rows["sessions.bytes"]["words"])  # It is kept with the figures.
     assert "2 missing" in said
 
 
