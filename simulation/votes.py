@@ -49,7 +49,7 @@ class Alone:
         self._arm_clock()
 
     def stepped(self, event: events.Event, given: list[Command]) -> None:
-        """Do nothing: nobody else takes the event."""
+        """Do nothing: there is no other rank."""
 
     def tell_refusals(self) -> None:
         """Do nothing: no call waits for another rank."""

@@ -210,7 +210,7 @@ def test_prefill_reads_the_turn_before_from_decode_and_computes_the_rest(
         assert prefill.holds("q", turn)
         held, answer = prefill.finish("q")
         assert held and answer is not None
-        # What decode gets is right, whoever has computed it.
+        # What decode gets is right, computed by either side.
         second = start("kv_consumer", engine=engine())
         second.add(request_of("e", turn, answer), [*PLACES, 9])
         second.step_until(lambda: second.loaded)

@@ -1,4 +1,4 @@
-"""Conversations whose prefill reads from decode: it computes what nobody has, and tokens are those of one process."""
+"""Conversations whose prefill reads from decode: it computes what no worker has, with one process's tokens."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def test_prefill_computes_the_new_tokens_of_each_turn_and_reads_all_others
     llama = build_llama(SHAPE)
     chats, prefill, counts = await Pair(llama, page_size, is_nixl).converse()
     if page_size == 1:
-        # What the user has said, and the last token of the answer before it, which nobody has computed.
+        # What the user has said, and the last token of the answer before it, which no worker has computed.
         assert prefill.tokens_computed == CONVERSATIONS * (TURNS * USER + TURNS - 1)
         # Prefill has the prompts before, and decode the answers.
         assert counts["prefix_tokens_read"] == CONVERSATIONS * (TURNS - 1) * (OUTPUT - 1)

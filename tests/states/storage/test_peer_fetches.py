@@ -103,7 +103,7 @@ def test_without_a_prefill_every_page_is_asked_of_a_peer_and_waited_for(prefetch
     assert [len(fetch.host_pages) for fetch in fetches] == [8, 8]
     for promise in promises:
         rig.serve(promise)
-    # The rooms are complete: that is no reason to ask nobody for the pages.
+    # The rooms are complete: the pages are asked for all the same.
     rig.nothing_else()
     rig.wait_until(0.5)
     rig.nothing_else()
