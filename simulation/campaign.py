@@ -9,16 +9,19 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from simulation.faults import FAULTS, Chosen
 from simulation.neighbours import draws_neighbours
 from simulation.simulate import Report, SimulationFailed, has_short_rests, simulate
+
+if TYPE_CHECKING:
+    from simulation.world import World
 
 Outcome: TypeAlias = "tuple[list[Report | str], float]"
 """Reports of a seed, or the texts of failures, and its CPU time in seconds."""
@@ -37,6 +40,27 @@ class Shape:
     """Whether it has components in any case; otherwise the settings draw them."""
     lends: bool
     has_neighbours: bool
+
+
+def simulate_shape(
+    seed: int,
+    shape: Shape,
+    faults: Chosen,
+    without: Collection[str],
+    watch: Callable[[World], None] | None = None,
+) -> Report:
+    """Run a seed in a shape. See `simulate`."""
+    return simulate(
+        seed,
+        shape.requests,
+        faults,
+        ranks=shape.ranks,
+        without=without,
+        always_components=shape.has_components,
+        lends=shape.lends,
+        neighbours=shape.has_neighbours,
+        watch=watch,
+    )
 
 
 def shapes_of(
@@ -137,18 +161,7 @@ def _run_seed(
     outcomes: list[Report | str] = []
     for shape in shaped(seed):
         try:
-            outcomes.append(
-                simulate(
-                    seed,
-                    shape.requests,
-                    faults,
-                    ranks=shape.ranks,
-                    without=without,
-                    always_components=shape.has_components,
-                    lends=shape.lends,
-                    neighbours=shape.has_neighbours,
-                )
-            )
+            outcomes.append(simulate_shape(seed, shape, faults, without))
         except SimulationFailed as failure:
             outcomes.append(str(failure))
     return outcomes, time.process_time() - began_s

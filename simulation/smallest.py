@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from simulation.campaign import Shape, shapes_of
-from simulation.simulate import SimulationFailed, simulate
+from simulation.campaign import Shape, shapes_of, simulate_shape
+from simulation.simulate import SimulationFailed
 from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.journal.shrink import shrink
@@ -84,17 +84,7 @@ class _Attempt:
                 tape.attach(world)
 
         try:
-            simulate(
-                seed,
-                shape.requests,
-                faults,
-                ranks=shape.ranks,
-                without=without,
-                always_components=shape.has_components,
-                lends=shape.lends,
-                neighbours=shape.has_neighbours,
-                watch=watch,
-            )
+            simulate_shape(seed, shape, faults, without, watch)
         except SimulationFailed as failure:
             self.what = failure.what
         world = self._worlds[0]

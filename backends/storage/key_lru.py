@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -62,7 +63,7 @@ class KeyLRU:
         return [self._keys.popitem(last=False)[0] for _ in range(count + spare)]
 
 
-class LruPages:
+class LruPages(ABC):
     """Part of a `PageService` for a server that keeps no order of use: what is evicted, and when."""
 
     def __init__(self, *, delete_max: int) -> None:
@@ -87,9 +88,9 @@ class LruPages:
         else:
             self._key_lru.found_old(reversed(oldest))
 
+    @abstractmethod
     async def _delete(self, keys: Sequence[bytes]) -> None:
         """Remove pages by one request. Raises ServerFailed."""
-        raise NotImplementedError
 
     async def _note_reads(self, keys: Sequence[bytes], causes: Sequence[str]) -> None:
         """Forget the pages that were missing, and remove those that cannot be read."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.neighbours import LAYOUT, PROMPT, sharing
+from tests.support.neighbours import LAYOUT, PROMPT, Gate, Worker, sharing
 from tests.support.prefix_reads import Read, Talk, settled, talk
 from tests.support.waits import expected, until
 from tidekv import (
@@ -46,6 +46,16 @@ async def warm(all_of: Talk, tokens: list[int] = PROMPT, **fields: str) -> None:
     await all_of.workers[0].serve(tokens, (), **fields)
     await settled(all_of.workers[0])
     all_of.prefill.reads.clear()
+
+
+async def begin_read(all_of: Talk, worker: Worker) -> tuple[Gate, asyncio.Future[dict[str, int]]]:
+    """Let prefill begin to read from a worker, whose writes are held; returns the gate and the request that asks."""
+    await warm(all_of)
+    gate = all_of.hold(worker)
+    serving = asyncio.ensure_future(worker.serve(MORE))
+    async with expected("a write of decode"):
+        await gate.reached.wait()
+    return gate, serving
 
 
 async def test_a_turn_costs_prefill_what_decode_does_not_have() -> None:
@@ -215,11 +225,7 @@ async def test_a_silent_decode_worker_costs_its_share_of_the_time_and_writes_to_
 async def test_a_decode_worker_that_dies_in_mid_read_leaves_prefill_to_serve_the_others() -> None:
     async with talk(2, reads={"cache_peers": sharing(listen=None, wait_s=0.3)}) as all_of:
         first, second = all_of.workers
-        await warm(all_of)
-        gate = all_of.hold(first)
-        serving = asyncio.ensure_future(first.serve(MORE))
-        async with expected("a write of decode"):
-            await gate.reached.wait()
+        gate, serving = await begin_read(all_of, first)
         all_of.network.kill(first.transport.instance)
         gate.opened.set()
         await until(lambda: bool(all_of.prefill.reads))
@@ -237,11 +243,7 @@ async def test_a_decode_worker_that_evicts_in_mid_read_spares_the_pages_that_it_
     others = [[1000 + 50 * number + at for at in range(40)] for number in range(8)]
     async with talk(host_pages=24, options=sharing(read_share=1.0)) as all_of:
         (decode,) = all_of.workers
-        await warm(all_of)
-        gate = all_of.hold(decode)
-        serving = asyncio.ensure_future(decode.serve(MORE))
-        async with expected("a write of decode"):
-            await gate.reached.wait()
+        gate, serving = await begin_read(all_of, decode)
         # These fill its host memory several times over. Prefill's own writes are not held.
         for tokens in others:
             await decode.serve(tokens)
@@ -280,11 +282,7 @@ async def test_wrong_bytes_are_refused_by_their_checksum_and_decode_is_named(
 async def test_a_room_that_is_aborted_in_mid_read_gets_its_pages_back(caplog: pytest.LogCaptureFixture) -> None:
     async with talk() as all_of:
         (decode,) = all_of.workers
-        await warm(all_of)
-        gate = all_of.hold(decode)
-        serving = asyncio.ensure_future(decode.serve(MORE))
-        async with expected("a write of decode"):
-            await gate.reached.wait()
+        gate, serving = await begin_read(all_of, decode)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         gate.opened.set()
@@ -295,11 +293,7 @@ async def test_a_room_that_is_aborted_in_mid_read_gets_its_pages_back(caplog: py
 async def test_prefill_that_closes_in_mid_read_waits_for_its_pages() -> None:
     async with talk(reads={"cache_peers": sharing(listen=None, wait_s=0.3)}) as all_of:
         (decode,) = all_of.workers
-        await warm(all_of)
-        gate = all_of.hold(decode)
-        serving = asyncio.ensure_future(decode.serve(MORE))
-        async with expected("a write of decode"):
-            await gate.reached.wait()
+        gate, serving = await begin_read(all_of, decode)
         closing = asyncio.ensure_future(all_of.peer.__aexit__(None, None, None))
         await until(lambda: bool(all_of.prefill.errors))
         gate.opened.set()
@@ -427,11 +421,7 @@ def test_a_seed_of_another_length_is_refused(seed: bytes) -> None:
 async def test_pages_of_a_reader_that_closes_in_mid_read_are_not_given_back() -> None:
     async with talk(reads={"cache_peers": sharing(listen=None, wait_s=30.0), "close_deadline_s": 0.2}) as all_of:
         (decode,) = all_of.workers
-        await warm(all_of)
-        gate = all_of.hold(decode)
-        serving = asyncio.ensure_future(decode.serve(MORE))
-        async with expected("a write of decode"):
-            await gate.reached.wait()
+        gate, serving = await begin_read(all_of, decode)
         closing = asyncio.ensure_future(all_of.reader.__aexit__(None, None, None))
         await until(lambda: bool(all_of.prefill.errors))
         assert isinstance(all_of.prefill.errors[0], EngineClosed)

@@ -124,6 +124,18 @@ async def test_the_next_turns_of_two_decode_workers_are_read_from_them(
             assert counts["shared_pages"] == counts["host_protected"] == counts["host_owned"] == 0
 
 
+async def end_at_read(decode: FaultProcess, number: signal.Signals, tokens: list[int], prefill: Reading) -> None:
+    """Serve a prompt, and end the decode worker by a signal as prefill begins to read for the next one."""
+    await ask(decode, "one", tokens, prefill)
+    await settle(decode)
+    prefill.worker.before_read = lambda room: decode.signal(number) if room.decode_prefix_len else None
+    asking = asyncio.ensure_future(ask(decode, "two", [*tokens, *OUTPUT, 7], prefill))
+    await decode.wait_ended()
+    await until(lambda: len(prefill.worker.reads) == 2)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_a_decode_worker_that_is_killed_before_it_answers_costs_the_others_nothing(
     spawn_decode: Any, layout: KVLayout, prompt: Callable[..., list[int]]
 ) -> None:
@@ -133,15 +145,8 @@ async def test_a_decode_worker_that_is_killed_before_it_answers_costs_the_others
         first, second = await asyncio.gather(
             *(spawn_decode("memory:", name=f"decode-{number}", **options) for number in range(2))
         )
-        await ask(first, "one", tokens, prefill)
-        await settle(first)
-        prefill.worker.before_read = lambda room: first.signal(signal.SIGKILL) if room.decode_prefix_len else None
-        asking = asyncio.ensure_future(ask(first, "two", [*tokens, *OUTPUT, 7], prefill))
-        await first.wait_ended()
-        await until(lambda: len(prefill.worker.reads) == 2)
+        await end_at_read(first, signal.SIGKILL, tokens, prefill)
         assert prefill.worker.reads[1].read == 0
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
         assert (await ask(second, "three", tokens, prefill))["transfer"] == TOKENS
         await prefill.reader.wait_settled()
         prefill.reader.check()
@@ -188,7 +193,7 @@ async def test_a_stopped_decode_worker_costs_its_share_and_its_late_bytes_land_i
         assert prefill.core()["host_owned"] == prefill.core()["peer_pages_in_flight"] == 0
 
 
-async def test_a_decode_worker_that_ends_while_prefill_reads_is_waited_for_by_nobody(
+async def test_a_decode_worker_that_ends_while_prefill_reads_delays_no_other_request(
     spawn_decode: Any, layout: KVLayout, prompt: Callable[..., list[int]]
 ) -> None:
     tokens = prompt(5, PAGES)
@@ -197,15 +202,8 @@ async def test_a_decode_worker_that_ends_while_prefill_reads_is_waited_for_by_no
         first, second = await asyncio.gather(
             *(spawn_decode("memory:", name=f"decode-{number}", **options) for number in range(2))
         )
-        await ask(first, "one", tokens, prefill)
-        await settle(first)
         # A regular end: it aborts its requests, drains, and closes.
-        prefill.worker.before_read = lambda room: first.signal(signal.SIGINT) if room.decode_prefix_len else None
-        asking = asyncio.ensure_future(ask(first, "two", [*tokens, *OUTPUT, 7], prefill))
-        await first.wait_ended()
-        await until(lambda: len(prefill.worker.reads) == 2)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        await end_at_read(first, signal.SIGINT, tokens, prefill)
         assert (await ask(second, "three", tokens, prefill))["transfer"] == TOKENS
         await until(lambda: len(prefill.worker.free) == 256)
         await prefill.reader.wait_settled()

@@ -110,13 +110,11 @@ class Gate:
 
 
 @dataclass
-class Neighbours:
-    """Decode workers, and the network between them."""
+class GatedNetwork:
+    """A loopback network in which writes of a worker can be held."""
 
     network: LoopbackNetwork
-    prefill: SyntheticPrefill
-    workers: list[Worker]
-    gates: list[Gate] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list, kw_only=True)
 
     def hold(self, writer: Worker) -> Gate:
         """Hold the writes of a worker, until the gate is opened, or the test ends."""
@@ -124,6 +122,14 @@ class Neighbours:
         self.gates.append(gate)
         self.network.before_write = gate.hold
         return gate
+
+
+@dataclass
+class Neighbours(GatedNetwork):
+    """Decode workers, and the network between them."""
+
+    prefill: SyntheticPrefill
+    workers: list[Worker]
 
     def __getitem__(self, number: int) -> Worker:
         return self.workers[number]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tests.support.neighbours import LAYOUT, PATIENT, Gate, Worker, sharing
+from tests.support.neighbours import LAYOUT, PATIENT, GatedNetwork, Worker, sharing
 from tidekv import (
     CachePeerOptions,
     DecodeEngine,
@@ -100,22 +100,13 @@ def _digests(room: Room, size: int) -> list[bytes]:
 
 
 @dataclass
-class Talk:
+class Talk(GatedNetwork):
     """A prefill worker that reads, and decode workers that it reads from."""
 
-    network: LoopbackNetwork
     prefill: ReadingPrefill
     peer: PrefillPeer
     reader: DecodeEngine
     workers: list[Worker]
-    gates: list[Gate] = field(default_factory=list)
-
-    def hold(self, worker: Worker) -> Gate:
-        """Hold the writes of a worker, until the gate is opened, or the test ends."""
-        gate = Gate(worker.transport.instance)
-        self.gates.append(gate)
-        self.network.before_write = gate.hold
-        return gate
 
     def core(self) -> dict[str, int]:
         """Counts of the core that reads."""
