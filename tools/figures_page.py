@@ -50,6 +50,12 @@ SGLANG_FAULTS = (
 )
 SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 """Files of runs: conversations, each fault for itself, and all faults in one run."""
+VLLM_GROUPS = {
+    f"vllm_{kind}{suffix}.json": f"{kind}{words}"
+    for kind in ("windows", "states")
+    for suffix, words in (("", ""), ("_restart", ", restarts"), ("_faults", ", faults"), ("_aborts", ", aborts"))
+}
+"""Files of runs of models with several groups of KV, and the titles of their columns."""
 
 
 class Row(NamedTuple):
@@ -189,11 +195,12 @@ def handover_table() -> str:
 
 
 def vllm_table() -> str:
-    """Return which side computes a rest sooner, where a router placed prompts, and the tiers that served windows.
+    """Return which side computes a rest sooner, where a router placed prompts, and the tiers that served windows and
+    states.
 
     Times are shown as shares of one another: they are the machine's.
     """
-    parts = [part for make in (_rest, _placement, _windows) if (part := make()) is not None]
+    parts = [part for make in (_rest, _placement, _groups) if (part := make()) is not None]
     return "\n\n".join(parts) or "No run was kept."
 
 
@@ -255,28 +262,39 @@ def _placement() -> str | None:
     )
 
 
-def _windows() -> str | None:
-    report = _read("vllm_windows.json")
-    if report is None:
+def _groups() -> str | None:
+    reports = {file: report for file in VLLM_GROUPS if (report := _read(file)) is not None}
+    if not reports:
         return None
-    (one,) = report["figures"]
-    metrics = one["metrics"]
+    columns = [(VLLM_GROUPS[file], report["figures"][0]) for file, report in reports.items()]
     sources = {
         "vLLM's own cache in decode": "vllm:prompt_tokens_by_source_total{local_cache_hit}",
         "decode's host memory": "vllm:tidekv_restore_tokens_l2_total",
         "decode's storage": "vllm:tidekv_restore_tokens_l3_total",
         "prefill": "vllm:tidekv_restore_tokens_transfer_total",
-        "computed by decode": "vllm:prompt_tokens_by_source_total{local_compute}",
+        "decode, which computed them": "vllm:prompt_tokens_by_source_total{local_compute}",
     }
-    held = "no block is held" if not any(one["held"].values()) else "blocks are held"
+    rows = {
+        f"prompt tokens from {title}": [f"{one['metrics'].get(name, 0):,.0f}" for _, one in columns]
+        for title, name in sources.items()
+    }
+    rows["restores that failed"] = [
+        f"{one['metrics'].get('vllm:tidekv_restores_failed_total', 0):,.0f}" for _, one in columns
+    ]
+    rows["requests that a client aborted"] = [f"{one['aborted']:,}" for _, one in columns]
+    rows["answers"] = [f"{one['answers']:,}" for _, one in columns]
+    rows["wrong or lost"] = [f"{len(one['wrong']) + len(one['lost']):,}" for _, one in columns]
+    rows["servers that hold blocks at the end"] = [f"{sum(map(bool, one['held'].values())):,}" for _, one in columns]
     return "\n".join(
         [
-            f"{_command(report)}: {one['answers']} answers, {len(one['wrong'])} wrong, {len(one['lost'])} lost; {held} "
-            "at the end. Prompt tokens by source:",
+            "Models with windows (a Gemma 3) and with states (a Falcon H1), every token compared with one server's. A "
+            "request that a kill has ended was sent again:",
             "",
-            f"| {' | '.join(sources)} |",
-            f"|{'---:|' * len(sources)}",
-            f"| {' | '.join(f'{metrics.get(name, 0):,.0f}' for name in sources.values())} |",
+            *(f"- {VLLM_GROUPS[file]}: {_command(report)}" for file, report in reports.items()),
+            "",
+            f"| | {' | '.join(title for title, _ in columns)} |",
+            f"|---|{'---:|' * len(columns)}",
+            *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
         ]
     )
 

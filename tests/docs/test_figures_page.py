@@ -151,3 +151,26 @@ def test_faults_of_several_runs_are_one_table(tmp_path: Path, monkeypatch: pytes
         "first tokens within 0.3 s | - |",
         "| `damage`: damage strikes | - | - | 23 right, **1 wrong**, **1 lost**, first tokens within 0.3 s |",
     ]
+
+
+def test_runs_with_windows_and_states_are_columns_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: str, **changes: object) -> None:
+        one: dict[str, object] = {"metrics": {"vllm:tidekv_restore_tokens_l3_total": 1200.0}, "answers": 72}
+        one |= {"wrong": [], "lost": {}, "aborted": 0, "held": {"decode-0": 0.0, "prefill-0": 0.0}}
+        told = {"command": f"vllm {file}", "date": "2026-01-01", "commit": "abc", "machine": "m", "load": 1.0}
+        (tmp_path / file).write_text(json.dumps({"about": told, "figures": [{**one, **changes}]}))
+
+    monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
+    assert figures_page.vllm_table() == "No run was kept."
+    write("vllm_windows.json")
+    write("vllm_states_faults.json", wrong=[[0, 1]], lost={"0.2": "500"}, aborted=3, held={"decode-0": 0.5})
+    lines = figures_page.vllm_table().splitlines()
+    assert "- states, faults: `vllm vllm_states_faults.json` (2026-01-01, commit abc, m, load 1.0)" in lines
+    assert "| | windows | states, faults |" in lines
+    assert "| prompt tokens from decode's storage | 1,200 | 1,200 |" in lines
+    assert lines[-4:] == [
+        "| requests that a client aborted | 0 | 3 |",
+        "| answers | 72 | 72 |",
+        "| wrong or lost | 0 | 2 |",
+        "| servers that hold blocks at the end | 0 | 1 |",
+    ]
