@@ -36,8 +36,10 @@ from tests.support.vllm_contract import (
     cpu_attn_reshape_and_cache,
     request_of,
 )
+from tests.support.vllm_handover import speculative_of
 from tidekv import EngineConfig, KVLayout
 from tidekv.backends.copies.block_order import PagedBlocks
+from tidekv.engine.integrations.vllm.drafts import DRAFTS_WITHOUT_KV
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 from tidekv.engine.integrations.vllm.settings import (
@@ -46,6 +48,7 @@ from tidekv.engine.integrations.vllm.settings import (
     MLA_BACKENDS,
     ConnectorSettings,
     read_settings,
+    read_shared,
 )
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
@@ -205,7 +208,11 @@ def _configured(uri: str, role: KVConnectorRole) -> tuple[Any, KVConnectorRole, 
         ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
-        ({"speculative": SimpleNamespace(method="eagle")}, r"draft model \(eagle\)"),
+        ({"speculative": SimpleNamespace(method="custom_class")}, "draft custom_class cannot be shared"),
+        (
+            {"speculative": speculative_of("mtp", use_multi_module_mtp=lambda: True)},
+            "mtp with several modules cannot be shared .* set num_speculative_tokens to 1",
+        ),
         (
             {"further": [SlidingWindowSpec()]},
             r"in 2 groups \(FullAttentionSpec, SlidingWindowSpec\).* --disable-hybrid-kv-cache-manager",
@@ -226,9 +233,32 @@ def test_what_cannot_be_shared_is_refused_by_name(
         connector.TidekvConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache)
 
 
-def test_ways_to_speculate_without_kv_are_no_obstacle(connector: ModuleType, uri: str) -> None:
-    vllm_config, kv_cache = configs_of(uri, speculative=SimpleNamespace(method="ngram"))
+@pytest.mark.parametrize("method", DRAFTS_WITHOUT_KV)
+def test_ways_to_speculate_without_kv_are_no_obstacle(connector: ModuleType, uri: str, method: str) -> None:
+    vllm_config, kv_cache = configs_of(uri, speculative=SimpleNamespace(method=method))
     connector.TidekvConnector(vllm_config, KVConnectorRole.WORKER, kv_cache)
+
+
+@pytest.mark.parametrize(("method", "pages"), [("eagle", 3), ("mtp", 3), ("draft_model", 4), ("dflash", 4)])
+def test_pages_with_a_draft_are_found_for_prompts_for_which_it_was_computed(
+    connector: ModuleType, uri: str, method: str, pages: int
+) -> None:
+    draft = {"speculative": speculative_of(method)}
+    writer = Vllm(connector, uri, seed=1, **draft)
+    writer.serve(PROMPT, [7, 3, 11, 2, 5])
+    writer.close()
+    reader = Vllm(connector, uri, seed=2, **draft)
+    assert reader.serve(PROMPT, [1, 2, 3, 4, 5]) == 4 * BLOCK
+    assert [reader.page(block) for block in (1, 2, 3, 4)] == [writer.page(block) for block in (7, 3, 11, 2)]
+    # The token behind the last full page is another one.
+    assert reader.serve([*PROMPT[: 4 * BLOCK], 3, 2], [11, 12, 13, 14, 15]) == pages * BLOCK
+    reader.close()
+
+
+def test_vllms_with_other_drafts_share_no_pages(uri: str) -> None:
+    drafts = [None, speculative_of("draft_model"), SimpleNamespace(method="suffix")]
+    models = [read_shared(*configs_of(uri, extra={"model": None}, speculative=draft)).model for draft in drafts]
+    assert models == ["its/name", "its/name with draft_model draft", "its/name"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any  # vLLM's objects are not typed here.
 
 import pytest
 
-from tests.support.vllm_contract import BLOCK, KVConnectorRole, SlidingWindowSpec, configs_of
+from tests.support.vllm_contract import BLOCK, KVConnectorRole, MambaSpec, SlidingWindowSpec, configs_of
 from tests.support.vllm_handover import SAMPLED, HandoverVllm, request_of, speculative_of, started_vllms
 from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.vllm.handover import groups
@@ -85,7 +85,7 @@ def test_blocks_named_by_their_own_tokens_alone_would_serve_the_wrong_draft(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: it is what the names are for, and the test above would see it."""
-    monkeypatch.setattr(groups, "_depends_on_next_token", lambda _: False)
+    monkeypatch.setattr(groups, "depends_on_next_token", lambda _: False)
     prefill, decode = start("kv_producer"), start("kv_consumer")
     assert restored(decode, prefill, "first", PROMPT)
     assert not restored(decode, prefill, "other", [*PROMPT[:FULL], 3, 2])
@@ -96,6 +96,81 @@ def test_a_draft_whose_kv_depends_on_earlier_tokens_only_hits_as_the_model_does(
     assert restored(decode, prefill, "first", PROMPT)
     assert restored(decode, prefill, "other", [*PROMPT[:FULL], 3, 2])
     assert decode.counts["restore_tokens_l2"] == FULL
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_draft_that_reads_the_models_states_alone_hits_as_the_model_does(start: Start, method: str) -> None:
+    prefill, decode = start("kv_producer", draft=method), start("kv_consumer", draft=method)
+    assert restored(decode, prefill, "first", PROMPT)
+    assert restored(decode, prefill, "other", [*PROMPT[:FULL], 3, 2])
+    assert decode.counts["restore_tokens_l2"] == FULL
+
+
+# By position: the blocks with the last 16 tokens of a window, and the last record of a state.
+BESIDE = [SlidingWindowSpec(), MambaSpec()]
+FURTHER = [[0, 0, 9, 8, 6], [0, 0, 0, 0, 4]]
+OTHER_FURTHER = [[0, 0, 17, 18, 19], [0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("draft", ["eagle", "mtp", "draft_model"])
+def test_a_draft_beside_windows_and_states_is_handed_over_as_it_is_of_the_whole_prompt(
+    start: Start, draft: str
+) -> None:
+    prefill, decode = (start(role, draft=draft, further=BESIDE) for role in ("kv_producer", "kv_consumer"))
+    given = request_of("p", PROMPT, {"do_remote_decode": True})
+    whole, shared = [*PROMPT], given.sampling_params
+    prefill.further_tables["p"], decode.further_tables["d"] = FURTHER, OTHER_FURTHER
+    prefill.add(given, PLACES)
+    params = prefill.answer("p", chunk=12)
+    assert decode.add(request_of("d", whole, params), OTHERS) == len(whole) - 1
+    decode.step_until(lambda: decode.loaded)
+    assert not decode.failed
+    # The draft of the last token that was handed over has seen the token behind it, which prefill did not compute.
+    assert decode.holds("d", whole[:-1], next_token=whole[-1])
+    assert shared.allowed_token_ids is None, "they may be those of other requests, too"
+
+
+def test_a_prompt_whose_answer_has_a_grammar_is_handed_over_beside_windows(start: Start) -> None:
+    prefill = start("kv_producer", further=BESIDE)
+    prefill.further_tables["p"] = FURTHER
+    request = request_of("p", PROMPT, {"do_remote_decode": True}, structured_output_request=object())
+    prefill.add(request, PLACES)
+    assert request.sampling_params.allowed_token_ids is None, "the grammar would end the request"
+    assert prefill.answer("p", chunk=12)["do_remote_prefill"]
+
+
+@pytest.mark.parametrize("source", ["l2", "l3"])
+def test_a_draft_beside_windows_comes_back_from_host_memory_and_storage(
+    start: Start, tmp_path: Path, source: str
+) -> None:
+    uri, window = f"file:{tmp_path}/store?capacity=16MB", [SlidingWindowSpec()]
+    prefill = start("kv_producer", further=window)
+    decode = start("kv_consumer", further=window, uri=uri)
+
+    def served(name: str, tokens: list[int]) -> bool:
+        """Whether a prompt was restored with the right bytes; decode keeps what it and prefill have computed."""
+        prefill.further_tables[f"p-{name}"], decode.further_tables[name] = FURTHER[:1], OTHER_FURTHER[:1]
+        prefill.add(request_of(f"p-{name}", tokens, {"do_remote_decode": True}), PLACES)
+        decode.add(request_of(name, tokens, prefill.answer(f"p-{name}", chunk=12)), OTHERS)
+        decode.step_until(partial(decode.loaded.__contains__, name))
+        is_right = decode.holds(name, tokens[:-1], next_token=tokens[-1])
+        decode.requests[name].num_computed_tokens = len(tokens) - 1
+        decode.step({name: 1})
+        decode.finish(name)
+        decode.step_until(partial(decode.freed.__contains__, name))
+        decode.worker.connector_worker.decodes[0].engine.wait_settled()
+        decode.overwrite([*OTHERS, *OTHER_FURTHER[0][2:]])
+        return is_right and not decode.failed
+
+    assert served("first", PROMPT)
+    if source == "l3":
+        decode.close()
+        decode = start("kv_consumer", further=window, uri=uri)
+    assert served("longer", [*PROMPT, 9])
+    assert decode.counts[f"restore_tokens_{source}"] == FULL
+    # The token behind the last full block is another one.
+    assert served("other", [*PROMPT[:FULL], 3, 2])
+    assert decode.counts[f"restore_tokens_{source}"] + decode.counts.get("restore_tokens_l2", 0) >= FULL + FULL - BLOCK
 
 
 @pytest.mark.parametrize(("known", "kept"), [([], 3), ([5], 4)], ids=["ends with its block", "goes on"])
@@ -145,31 +220,28 @@ def test_events_name_a_block_of_a_draft_as_vllm_does(start: Start) -> None:
     assert stored.token_ids == PROMPT[:FULL]
 
 
-def configs(further: tuple[Any, ...] = (), *, speculative: Any) -> Any:
+def configs(*, speculative: Any) -> Any:
     extra = {"uri": None, "model": None, "host": None, "handover": {"listen": "127.0.0.1:0"}}
-    made = configs_of("", extra=extra, further=further, speculative=speculative)
+    made = configs_of("", extra=extra, speculative=speculative)
     made[0].kv_transfer_config.kv_role, made[0].kv_transfer_config.engine_id = "kv_both", "e"
     return made
 
 
 @pytest.mark.parametrize(
-    ("speculative", "further", "words"),
+    ("speculative", "words"),
     [
         (
-            speculative_of("dflash"),
-            (),
-            "draft dflash cannot be handed over, that of eagle, eagle3, mtp, draft_model, ",
+            speculative_of("custom_class"),
+            "draft custom_class cannot be shared or handed over, that of eagle, eagle3, mtp, draft_model, ",
         ),
-        (speculative_of("eagle3", parallel_drafting=True), (), "eagle3 with parallel_drafting"),
-        (speculative_of("mtp", use_multi_module_mtp=lambda: True), (), "set num_speculative_tokens to 1"),
-        (speculative_of("eagle"), (SlidingWindowSpec(),), "draft eagle beside windows cannot be handed over"),
+        (speculative_of("mtp", use_multi_module_mtp=lambda: True), "set num_speculative_tokens to 1"),
     ],
 )
 def test_drafts_that_cannot_be_handed_over_are_refused_by_name(
-    connector: ModuleType, speculative: Any, further: tuple[Any, ...], words: str
+    connector: ModuleType, speculative: Any, words: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=words):
-        connector.TidekvConnector(*_with_role(configs(further, speculative=speculative), KVConnectorRole.SCHEDULER))
+        connector.TidekvConnector(*_with_role(configs(speculative=speculative), KVConnectorRole.SCHEDULER))
 
 
 def _with_role(made: Any, role: KVConnectorRole) -> tuple[Any, KVConnectorRole, Any]:

@@ -21,7 +21,9 @@ BLOCK = 4
 TOKENS = list(range(100, 142))
 
 
-def shared_of(*, per_page: int = 1, loads: bool = True, saves: bool = True, **settings: Any) -> Shared:
+def shared_of(
+    *, per_page: int = 1, loads: bool = True, saves: bool = True, bigram_keys: bool = False, **settings: Any
+) -> Shared:
     return Shared(
         settings=ConnectorSettings(uri="file:/nowhere", **settings),
         layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", page_size=BLOCK * per_page),
@@ -34,6 +36,7 @@ def shared_of(*, per_page: int = 1, loads: bool = True, saves: bool = True, **se
         is_writer=True,
         loads=loads,
         saves=saves,
+        bigram_keys=bigram_keys,
     )
 
 
@@ -275,6 +278,22 @@ def test_tokens_that_are_only_drafted_are_in_no_page() -> None:
     assert rig.finished(request, [10, 11, 12])
     _, (last,) = rig.jobs()
     assert last == SaveJob("r", (keys_of([*TOKENS[:6], 7, 8])[1],), (11,), is_last=True)
+
+
+def test_pages_with_a_draft_that_depends_on_the_next_token_are_saved_once_that_is_known() -> None:
+    rig, request = Rig(bigram_keys=True), request_of(TOKENS[:8])
+    keys = page_digests(pack_tokens([*TOKENS[:8], 5]), BLOCK, bigrams=True)
+    rig.side.arrived(request)
+    assert rig.lookup.asked[-1][0] == keys[:1]
+    rig.lookup.answer(0)
+    assert rig.side.matched(request, 0) == 0
+    blocks = blocks_of(request)
+    rig.allocated(request, blocks, 0)
+    assert rig.step(request, 8, blocks) == ([], [SaveJob("r", (keys[0],), (10,))])
+    say(request, 5)
+    assert rig.step(request, 1, [*blocks, 12]) == ([], [SaveJob("r", (keys[1],), (11,))])
+    say(request, 6)
+    assert not rig.finished(request, [*blocks, 12]), "nothing is left to save"
 
 
 @pytest.mark.parametrize("blocks", [[], [10]])

@@ -30,7 +30,7 @@ from tests.support.vllm_contract import (
     names_of,
 )
 from tests.support.waits import LIMIT_S
-from tidekv.engine.integrations.vllm.handover.groups import NEXT_TOKEN_DRAFTS
+from tidekv.engine.integrations.vllm.drafts import NEXT_TOKEN_DRAFTS
 
 PAUSE_S = 0.002
 SAMPLED = 999
@@ -106,6 +106,8 @@ def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, 
         "cache_salt": None,
         "skip_reading_prefix_cache": False,
         "max_tokens": 100,
+        "sampling_params": SimpleNamespace(allowed_token_ids=None),
+        "structured_output_request": None,
     }
     return SimpleNamespace(**fields | changes)
 
@@ -391,7 +393,7 @@ class HandoverVllm:
     def _forward(self, request: Any, count: int, rank: int) -> None:
         first, table = request.num_computed_tokens, list(self.tables[request.request_id])
         # The draft gets the last token's next one as soon as it is sampled.
-        known = [*request.all_token_ids, SAMPLED]
+        known = [*request.all_token_ids, *(request.sampling_params.allowed_token_ids or [SAMPLED])]
         for layer, cache in enumerate(self.caches_by_rank[rank]):
             kv = self._kv_of(known, layer, rank).to(cache.device)
             self.enqueue(partial(_fill, cache, kv, table, range(first, first + count)))

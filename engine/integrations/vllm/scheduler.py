@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 from uuid import uuid4
 
-from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob, StorageJobs
 from tidekv.engine.integrations.vllm.settings import Shared
 
@@ -60,6 +60,7 @@ class StorageScheduler:
         """Own the look-up until `close`."""
         self._shared = shared
         self._page = shared.layout.page_size
+        self._page_keys = shared.page_keys
         self._lookup = lookup
         self._clock = clock
         self._known: dict[str, _Known] = {}
@@ -126,7 +127,7 @@ class StorageScheduler:
                 continue
             known.is_running = True
             # Tokens that are only drafted, or not sampled yet, may still change, so their pages are not saved.
-            full = min(known.request.num_computed_tokens + count, known.request.num_tokens) // self._page
+            full = self._full(known.request, known.request.num_computed_tokens + count)
             if self._shared.saves and full > known.stored:
                 saves.append(self._save(known, blocks_of(request_id)[0], full))
         return StorageJobs(loads, saves) if loads or saves else None
@@ -137,8 +138,7 @@ class StorageScheduler:
         if known is None or not known.is_running or not self._shared.saves:
             # Blocks that are still being loaded, or never were, hold nothing to save.
             return False, None
-        full = min(request.num_computed_tokens, request.num_tokens) // self._page
-        full = min(full, len(table[0]) // self._shared.blocks_per_page)
+        full = min(self._full(request, request.num_computed_tokens), len(table[0]) // self._shared.blocks_per_page)
         if full <= known.stored:
             return False, None
         self._last_saves.append(self._save(known, table[0], full, is_last=True))
@@ -207,13 +207,18 @@ class StorageScheduler:
         """Number of pages to look up. vLLM computes the last token itself to sample from it, so its page is not."""
         return max(0, int(request.num_tokens) - 1) // self._page
 
+    def _full(self, request: Any, computed: int) -> int:
+        """Return the number of pages that are full of computed tokens, and whose keys are known."""
+        return self._page_keys.count(int(request.num_tokens), computed)
+
     def _keys_to(self, known: _Known, count: int) -> list[bytes]:
         """Return the keys of the first `count` pages; each is computed once."""
         have = len(known.keys)
         if count > have:
-            tokens = known.request.all_token_ids[have * self._page : count * self._page]
-            previous = known.keys[-1] if known.keys else known.seed
-            known.keys += page_digests(pack_tokens(tokens), self._page, prefix=previous)
+            # With pairs a key names the token after its page, too.
+            end = count * self._page + self._page_keys.bigrams
+            tokens = pack_tokens(known.request.all_token_ids[have * self._page : end])
+            known.keys += self._page_keys.digests(tokens, prefix=known.keys[-1] if known.keys else known.seed)
         return known.keys[:count]
 
     def _prefix_keys(self, known: _Known, count: int) -> tuple[bytes, ...]:

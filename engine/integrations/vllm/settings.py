@@ -12,9 +12,11 @@ from typing import Any, Final  # vLLM's configuration is not typed here: tests a
 import msgspec
 import torch
 
+from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.backends.storage.options import parse_size
 from tidekv.backends.storage.uri import split_uri
+from tidekv.engine.integrations.vllm.drafts import depends_on_next_token, model_of
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown
 
@@ -26,8 +28,6 @@ HINT: Final = "kv_connector_extra_config"
 MHA_BACKENDS: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
 CPU_BACKEND: Final = "CPU_ATTN"
 MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "AMX_MLA")
-DRAFTS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
-"""vLLM's names of the ways to speculate that keep no KV."""
 UNSCALED: Final = (0, 1)  # KVQuantMode NONE and FP8_PER_TENSOR: no scales within a block.
 
 
@@ -91,7 +91,8 @@ def read_settings(given: Mapping[str, object]) -> ConnectorSettings:
 class Shared:
     """The common part of both sides of a connector: page layout, namespace, and the directions that are enabled.
 
-    `ranks` counts the namespaces that pages are in: 1 if all ranks hold the same latent vectors.
+    `ranks` counts the namespaces that pages are in: 1 if all ranks hold the same latent vectors. `bigram_keys`: pages
+    have the KV of a draft, too, which depends on the token after it.
     """
 
     settings: ConnectorSettings
@@ -105,6 +106,12 @@ class Shared:
     is_writer: bool
     loads: bool
     saves: bool
+    bigram_keys: bool = False
+
+    @property
+    def page_keys(self) -> PageKeys:
+        """What makes the keys of pages."""
+        return PageKeys(self.layout.page_size, bigrams=self.bigram_keys)
 
     @property
     def blocks_per_page(self) -> int:
@@ -117,7 +124,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = read_settings(transfer.kv_connector_extra_config)
     check_shareable(vllm_config)
-    check_no_draft(vllm_config)
+    bigram_keys = depends_on_next_token(vllm_config.speculative_config)
     check_one_group(kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
     layout = _layout_of(group.kv_cache_spec, len(group.layer_names), settings.page_size)
@@ -126,7 +133,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
     return Shared(
         settings=settings,
         layout=layout,
-        model=settings.model or str(vllm_config.model_config.model),
+        model=settings.model or model_of(vllm_config),
         block_size=int(group.kv_cache_spec.block_size),
         num_blocks=int(kv_cache_config.num_blocks),
         layer_names=tuple(group.layer_names),
@@ -135,6 +142,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
         is_writer=not is_mla or tp_rank == 0,
         loads=bool(transfer.is_kv_consumer),
         saves=bool(transfer.is_kv_producer),
+        bigram_keys=bigram_keys,
     )
 
 
@@ -150,16 +158,6 @@ def check_shareable(vllm_config: Any) -> None:
             raise InvalidConfig(
                 f"pages of {name} {getattr(vllm_config.parallel_config, name)} cannot be shared; it must be 1"
             )
-
-
-def check_no_draft(vllm_config: Any) -> None:
-    """Raise InvalidConfig, which names it, if a draft model has KV of its own."""
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
-        raise InvalidConfig(
-            f"KV of a draft model ({speculative.method}) cannot be shared in the storage role; use none, or ngram. The "
-            'hand-over role ("handover") takes drafts'
-        )
 
 
 def check_one_group(kv_cache_config: Any) -> None:

@@ -6,12 +6,6 @@ two; other positions hold the null block.
 
 With components both ends hand over all tokens of a prompt but the last (`handed_tokens`). Decode computes that one
 itself: of a state it needs the record before it, and of a window one token more than behind it.
-
-A draft has further layers in the group of the full KV, whose blocks move as the others do. One of the EAGLE family
-computes its KV of a position from the *next* token, too: what a block has behind its last token depends on the block
-after it. Blocks are then named by pairs of tokens (`bigram_keys`), in host memory and storage: one is found only for a
-prompt that goes on as the prompt did for which it was computed. vLLM, whose own names do not tell, computes the last
-block of each hit again.
 """
 
 from __future__ import annotations
@@ -20,16 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
 
-from tidekv.engine.integrations.vllm.settings import DRAFTS_WITHOUT_KV, KINDS
+from tidekv.engine.integrations.vllm.drafts import depends_on_next_token
+from tidekv.engine.integrations.vllm.settings import KINDS
 from tidekv.states.component_specs import ComponentKind
 from tidekv.states.errors import InvalidConfig
 
 COMPONENT_KINDS: Final[Mapping[str, ComponentKind]] = {"SlidingWindowSpec": "window", "MambaSpec": "state"}
 """The kind of a component by vLLM's name of what a group of layers keeps."""
-DRAFTS: Final = ("draft_model",)
-"""vLLM's names of drafts whose KV of a position depends on the tokens up to it, as that of the model does."""
-NEXT_TOKEN_DRAFTS: Final = ("eagle", "eagle3", "mtp")
-"""Those of drafts whose KV of a position depends on the token after it, too."""
 NULL_BLOCK: Final = 0
 """vLLM's block at positions that a request does not keep."""
 Table = Sequence[Sequence[int]]
@@ -131,29 +122,4 @@ def read_groups(kv_cache_groups: Sequence[Any], speculative: Any = None) -> Bloc
                 f"windows with blocks of {component.block_size} tokens beside full KV with blocks of {block_size} "
                 "cannot be handed over: layers of one model must have equal heads"
             )
-    bigram_keys = speculative is not None and _depends_on_next_token(speculative)
-    if bigram_keys and components:
-        raise InvalidConfig(
-            f"KV of the draft {speculative.method} beside {components[0].kind}s cannot be handed over: at the last "
-            "token handed over it depends on the one after it, which prefill leaves to decode; use no draft, ngram or "
-            "draft_model"
-        )
-    return BlockGroups(full[0], tuple(components), bigram_keys)
-
-
-def _depends_on_next_token(speculative: Any) -> bool:
-    """Whether the draft's KV depends on the next token. Raises InvalidConfig for a draft that is not handed over."""
-    method = speculative.method
-    if method in (*DRAFTS_WITHOUT_KV, *DRAFTS):
-        return False
-    known = ", ".join((*NEXT_TOKEN_DRAFTS, *DRAFTS, *DRAFTS_WITHOUT_KV))
-    if method not in NEXT_TOKEN_DRAFTS:
-        raise InvalidConfig(f"KV of the draft {method} cannot be handed over, that of {known} can")
-    if getattr(speculative, "parallel_drafting", False):
-        raise InvalidConfig(f"KV of the draft {method} with parallel_drafting cannot be handed over: leave it false")
-    if speculative.use_multi_module_mtp():
-        raise InvalidConfig(
-            f"KV of the draft {method} with several modules cannot be handed over: it depends on several tokens behind "
-            "a position; set num_speculative_tokens to 1"
-        )
-    return True
+    return BlockGroups(full[0], tuple(components), depends_on_next_token(speculative))

@@ -20,7 +20,8 @@ turn brings that to a prefill that also receives, which restores these tokens an
 With tensor parallelism, "prefill" has the addresses of all ranks, separated by commas.
 
 It reads vLLM's requests. It changes them in one case: with windows or states prefill computes a prompt without its last
-token (see `groups`), as vLLM's own connectors have it do for states. All calls come from the scheduler's thread.
+token (see `groups`), as vLLM's own connectors have it do for states, and a draft gets that token as the one that the
+model sampled. All calls come from the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import (  # vLLM's requests are not typed here: tests and type checks go without vLLM.
@@ -549,10 +551,16 @@ class PrefillScheduler:
             return True
         if request.num_prompt_tokens < 2 or request.skip_reading_prefix_cache:
             return False  # Decode computes all of it.
+        last = int(request.prompt_token_ids[-1])
         del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
         # What is sampled is not what follows the prompt.
         request.max_tokens = 1
+        if self._groups.bigram_keys and request.structured_output_request is None:
+            # A draft computes its KV of the last token handed over from the sampled one, so the model samples the token
+            # that follows. A grammar could refuse that token, and would end the request.
+            request.sampling_params = copy(request.sampling_params)
+            request.sampling_params.allowed_token_ids = [last]
         return True
 
     def _send(self, sending: _Sending, count: int, blocks_of: Callable[[str], Table]) -> SendJob | None:

@@ -17,8 +17,9 @@ import msgspec
 
 from tidekv.engine.config.engine_config import CachePeerOptions
 from tidekv.engine.integrations.link_settings import LinkSettings
+from tidekv.engine.integrations.vllm.drafts import model_of
 from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_groups
-from tidekv.engine.integrations.vllm.settings import DRAFTS_WITHOUT_KV, HINT, check_shareable
+from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import Count, PositiveCount, SecondsOrZero, host_and_port
 from tidekv.transports.control.addresses import Dials, dialable
@@ -192,7 +193,7 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
     group = kv_cache_config.kv_cache_groups[groups.full]
     return Handover(
         settings=settings,
-        model=settings.model or _model_of(vllm_config),
+        model=settings.model or model_of(vllm_config),
         instance=str(transfer.engine_id),
         block_size=int(group.kv_cache_spec.block_size),
         num_blocks=int(kv_cache_config.num_blocks),
@@ -206,14 +207,6 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         receives=receives,
         events=_read_events(settings, vllm_config, kv_cache_config, groups.full) if receives else None,
     )
-
-
-def _model_of(vllm_config: Any) -> str:
-    """Return vLLM's name of the model, with that of a draft whose KV is handed over with the model's."""
-    model, speculative = str(vllm_config.model_config.model), vllm_config.speculative_config
-    if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
-        return model
-    return f"{model} with {speculative.method} {speculative.draft_model_config.model}"
 
 
 def _read_events(settings: HandoverSettings, vllm_config: Any, kv_cache_config: Any, full: int) -> BlockEvents | None:
