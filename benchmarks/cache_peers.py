@@ -23,6 +23,8 @@ import torch
 import uvloop
 
 from benchmarks.figures import option_parser
+from demo.artefact import write_artefact
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv import (
     CachePeerOptions,
     DecodeEngine,
@@ -34,9 +36,7 @@ from tidekv import (
     NixlTransport,
     StorageOptions,
 )
-from tidekv.engine.demo.artefact import write_artefact
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, dtype="float16", page_size=16)
 VOCABULARY = 1 << 16

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from benchmarks.figures import Figures
 from benchmarks.restore_tiers import LARGE, VOCABULARY, Pair, tokens_of
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv import DecodeEngine, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport
 from tidekv.backends.checksums import PageHasher
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.states.types import page_ids
 from tidekv.transports.slices import Cut, exchange_of
 

@@ -34,6 +34,9 @@ import uvloop
 
 from benchmarks.figures import option_parser
 from benchmarks.throttled import ThrottledStorage
+from demo.artefact import write_artefact
+from demo.link import Throttle
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -45,9 +48,6 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
-from tidekv.engine.demo.artefact import write_artefact
-from tidekv.engine.demo.link import Throttle
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=128, dtype="float16", page_size=16)
 VOCABULARY = 1 << 16

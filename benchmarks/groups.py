@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.measurements import GROUPS, MEASUREMENTS, Options, Outcome, run
 from benchmarks.peers import default_cache
 from benchmarks.target_table import TARGETS, Target
-from tidekv.engine.demo.artefact import about
+from demo.artefact import about
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
 GROUP_S = 290.0

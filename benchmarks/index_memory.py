@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figures import Figures, option_parser
-from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
-from tidekv.engine.demo.traces import read_trace
+from demo.blocks import VOCABULARY, TraceOptions
+from demo.traces import read_trace
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
 

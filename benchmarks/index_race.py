@@ -27,9 +27,9 @@ import numpy as np
 from benchmarks.figures import Figures, option_parser
 from benchmarks.peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, check_vllm, enter, numbers
 from benchmarks.peers import PeerMissing, default_cache, fetch, make_importable
+from demo.blocks import VOCABULARY, TraceOptions
+from demo.traces import read_trace
 from tidekv.backends.keys.chain import page_digests
-from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
-from tidekv.engine.demo.traces import read_trace
 
 PAGE = 64
 CAPACITIES = (1_000_000, 3_000_000)

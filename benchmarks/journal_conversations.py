@@ -27,6 +27,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -38,7 +39,6 @@ from tidekv import (
     NixlTransport,
     Replayer,
 )
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.engine.journal.journal import COALESCE_S
 from tidekv.states.commands import Command
 from tidekv.states.events import Event

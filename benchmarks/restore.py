@@ -27,6 +27,7 @@ import uvloop
 from benchmarks.figures import Figures, option_parser
 from benchmarks.page_cache import NoDisk
 from benchmarks.restore_tiers import HALF_PAGES, LONG_PAGES, SHORT_PAGES, VOCABULARY, Pair, Times, tier_rig, tokens_of
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -38,7 +39,6 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
 SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=16)
 SHARED_TOKENS, WAITERS = 10_000, 50

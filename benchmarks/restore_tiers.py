@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.page_cache import Cached, NoDisk, disk_bytes
 from benchmarks.restore_stages import Stages, open_stages
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -31,7 +32,6 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
 VOCABULARY = 1 << 16
 LARGE = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, dtype="float16", page_size=16)

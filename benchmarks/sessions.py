@@ -21,9 +21,9 @@ import torch
 import uvloop
 
 from benchmarks.figures import Figures, option_parser
+from demo.blocks import TraceOptions
+from demo.main_job import JobResult, TierOptions, run_trace
 from tidekv import KVLayout
-from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.demo.main_job import JobResult, TierOptions, run_trace
 
 LAYOUT = KVLayout(num_layers=28, num_kv_heads=4, head_dim=128, dtype="bfloat16", page_size=16)
 L1_PAGES, L2_PAGES = 5120, 1024

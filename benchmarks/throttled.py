@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from demo.link import Throttle
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.demo.link import Throttle
 from tidekv.states.types import PageIds
 
 

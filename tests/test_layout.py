@@ -315,7 +315,7 @@ FLOORS = {
         "decode",
         "opentelemetry prompts",
         "prefill",
-        "demo doctor thread",
+        "doctor synthetic thread",
         "cli integrations",
     ),
     "tools": (
@@ -333,7 +333,7 @@ FLOORS = {
 """The rooms of each package, from the ground up: its folders and the modules beside them. A room imports only rooms of
 the floors below its own, for types and in functions too; those of one floor do not know one another.
 """
-PACKAGES = ("simulation", "tools", "benchmarks")
+PACKAGES = ("simulation", "demo", "tools", "benchmarks")
 """What is beside the package, in the same order."""
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tidekv.engine.demo.artefact import write_artefact
+from demo.artefact import write_artefact
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown
 

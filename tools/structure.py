@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BESIDE = ("integrations", "cli", "demo", "doctor", "simulation", "rig")
+BESIDE = ("integrations", "cli", "demo", "synthetic", "doctor", "simulation", "rig")
 """Folders of `engine` that are not the library itself: they use it, or check it."""
 PACKAGES = ("src", "states", "backends", "transports", "engine")
 PAGE = 16

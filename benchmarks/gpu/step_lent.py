@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.gpu.copy_rig import CopyRig, Forward
 from benchmarks.gpu.report import Report, Setting
 from benchmarks.gpu.step_tests import run_pytest
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.backends.copies.block_order import BlockCopies, PagedBlocks
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
@@ -28,8 +29,7 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.states.errors import InvalidConfig, RequestFailed
 from tidekv.transports.nixl.transport import NixlTransport
 

@@ -8,8 +8,8 @@ import os
 import uvloop
 
 from benchmarks.gpu.report import Report, Setting
-from tidekv.engine.demo.conversations import WorkloadOptions
-from tidekv.engine.demo.main_job import TierOptions, run_conversations, sources_used
+from demo.conversations import WorkloadOptions
+from demo.main_job import TierOptions, run_conversations, sources_used
 
 
 def run(setting: Setting, report: Report) -> None:

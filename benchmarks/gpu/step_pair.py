@@ -17,6 +17,9 @@ import uvloop
 
 from benchmarks.gpu.report import Report, Setting
 from benchmarks.gpu.ucx_log import logging_to, tell_path
+from demo.conversations import SOURCES
+from demo.phase import held_by
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -25,10 +28,7 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import AdmissionOptions, EngineConfig, PeerOptions, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.conversations import SOURCES
-from tidekv.engine.demo.phase import held_by
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.states.errors import OutOfPages, RequestFailed, TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 

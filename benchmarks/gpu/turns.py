@@ -16,15 +16,15 @@ import numpy as np
 import uvloop
 
 from benchmarks.gpu.report import Report, Setting
+from demo.compute import ComputeThread
+from demo.main_job import model_layout
+from demo.model import Llama, ModelShape, PagedModel, build_llama, greedy
+from demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.engine.config.engine_config import AdmissionOptions, EngineConfig, PeerOptions, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.main_job import model_layout
-from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, greedy
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.transports.nixl.transport import NixlTransport
 
 PAGE = 64

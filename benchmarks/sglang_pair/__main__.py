@@ -30,7 +30,7 @@ from benchmarks.sglang_pair.server import ACTIONS, LLAMA, ROOT, ServerOptions
 from benchmarks.sglang_pair.storage import ACTIONS as STORAGE_ACTIONS
 from benchmarks.sglang_pair.table import faults_table, outcome_words, tiers_table
 from benchmarks.sglang_pair.variants import AS_IT_IS, SINGLE, VARIANTS, Variant
-from tidekv.engine.demo.artefact import about
+from demo.artefact import about
 
 BUILD: Final = ROOT / "build" / "sglang_pair"
 RESERVED: Final = 512

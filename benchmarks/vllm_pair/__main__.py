@@ -30,7 +30,7 @@ from benchmarks.vllm_pair.placement import measure_placement
 from benchmarks.vllm_pair.rest import ASKED, Turns, measure_rest, meeting, rest_table
 from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, model_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
-from tidekv.engine.demo.artefact import about
+from demo.artefact import about
 
 SOURCES = {
     f"vllm:prompt_tokens_by_source_total{{{source}}}": f"prompt tokens: {title}"

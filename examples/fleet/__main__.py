@@ -25,10 +25,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from demo.artefact import about
 from examples.fleet.network import leave_network
 from examples.fleet.processes import Fleet, FleetOptions, Member, Router, find_environment
 from tidekv import InvalidConfig
-from tidekv.engine.demo.artefact import about
 
 if TYPE_CHECKING:
     from examples.fleet.report import Run

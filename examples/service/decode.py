@@ -23,6 +23,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from demo.compute import ComputeThread
+from demo.model import DecodeStep, PagedModel
 from examples.service.model import ServedModel
 from examples.service.phrases import Phrases
 from examples.service.prefill import DistantPrefill, PrefillChild
@@ -39,8 +41,6 @@ from tidekv import (
     RecomputeJob,
     RequestFailed,
 )
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import DecodeStep, PagedModel
 from tidekv.transports.blocking import settled
 
 RESTORE_DEADLINE_S = 60.0

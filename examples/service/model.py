@@ -10,10 +10,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from demo.model import Llama, ModelShape, build_llama
 from examples.service.options import check_model_directory
 from examples.service.phrases import Phrases
 from tidekv import InvalidRequest, KVLayout
-from tidekv.engine.demo.model import Llama, ModelShape, build_llama
 
 
 class Tokenizer(Protocol):

@@ -18,6 +18,10 @@ import msgspec
 import torch
 import uvloop
 
+from demo.compute import ComputeThread
+from demo.model import PagedModel
+from demo.model_prefill import ModelPrefill
+from demo.prefix_pages import PrefixPages
 from examples.service.model import load
 from examples.service.options import PrefillOptions
 from tidekv import (
@@ -33,10 +37,6 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import PagedModel
-from tidekv.engine.demo.model_prefill import ModelPrefill
-from tidekv.engine.demo.prefix_pages import PrefixPages
 
 RESTART_PAUSE_S = 0.5
 CHUNK_PAGES = 4

@@ -14,6 +14,8 @@ import torch
 import uvicorn
 import uvloop
 
+from demo.compute import ComputeThread
+from demo.model import PagedModel
 from examples.service.api import Api
 from examples.service.decode import Batch, DecodeWorker, decode_worker, recomputes
 from examples.service.model import load
@@ -32,8 +34,6 @@ from tidekv import (
     open_storage,
     trace_requests,
 )
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import PagedModel
 
 
 class DrainingServer(uvicorn.Server):

@@ -28,10 +28,10 @@ from tidekv.backends.storage.base import Storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill, synthetic_first_token
 from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill, synthetic_first_token
 from tidekv.states.events import ClockAdvanced
 from tidekv.states.validation import SecondsOrZero, checked
 from tidekv.transports import wire

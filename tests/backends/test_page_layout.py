@@ -11,7 +11,7 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout, LayerGroup
 from tidekv.backends.page_layout import PageLayout, group_offsets, same_pages
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.states.errors import InvalidConfig
 
 FULL = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float8_e4m3fn", page_size=4)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.conversations import (
+from demo.conversations import (
     Conversation,
     ConversationTurn,
     Lengths,
@@ -20,8 +19,9 @@ from tidekv.engine.demo.conversations import (
     long_prompt_options,
     make_workload,
 )
-from tidekv.engine.demo.link import LARGE_MODEL
-from tidekv.engine.demo.phase import reusable_tokens
+from demo.link import LARGE_MODEL
+from demo.phase import reusable_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 OPTIONS = st.builds(

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.kept_pages import HeldPages, KeptPages
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kept_pages import HeldPages, KeptPages
+from tidekv.engine.synthetic.kv import prompt_digests
 
 SIZE, PAGES = 2, 12
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from demo import main_job
+from demo.conversations import Lengths, WorkloadOptions
+from demo.link import LARGE_MODEL, Throttle
 from tidekv import KVLayout
-from tidekv.engine.demo import main_job
-from tidekv.engine.demo.conversations import Lengths, WorkloadOptions
-from tidekv.engine.demo.link import LARGE_MODEL, Throttle
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=32, dtype="float64", page_size=16)
 

@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from demo import main_job
+from demo.blocks import TraceOptions
+from demo.conversations import SOURCES, Lengths, WorkloadOptions
+from demo.model import ModelShape
+from demo.prefill_process import PrefillOrder, PrefillProcess
+from demo.report import report
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.cli.main import app
 from tidekv.engine.cli.usage import run_app
-from tidekv.engine.demo import main_job
-from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.demo.conversations import SOURCES, Lengths, WorkloadOptions
-from tidekv.engine.demo.model import ModelShape
-from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
-from tidekv.engine.demo.report import report
 from tidekv.states.errors import InvalidConfig, InvalidRequest, TransferFailed
 
 SHAPE = ModelShape(num_layers=2, hidden_size=64, mlp_size=128, num_heads=2, num_kv_heads=1)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from demo import model as paged
 from tests.support.threads import one_torch_thread
 from tidekv.engine.cli.main import app
-from tidekv.engine.demo import model as paged
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 SHAPE = paged.ModelShape()

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from demo.prefix_pages import PrefixPages, PromptPages
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.prefix_pages import PrefixPages, PromptPages
 from tidekv.states.errors import InvalidRequest
 
 PAGE_SIZE = 2

@@ -11,6 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from demo import model as paged
+from demo.blocks import TraceOptions
+from demo.compute import ComputeThread
+from demo.conversation_run import Answer, ConversationRun
+from demo.conversations import SOURCES, Lengths, Workload, WorkloadOptions, make_workload
+from demo.model_prefill import ModelPrefill
+from demo.phase import Pass, Phase, held_by
+from demo.prefix_pages import PrefixPages
+from demo.trace_run import TraceRun
+from demo.traces import read_trace
 from tests.support.configs import engine_config
 from tests.support.threads import one_torch_thread
 from tidekv import (
@@ -26,18 +36,8 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.engine.demo import model as paged
-from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.conversation_run import Answer, ConversationRun
-from tidekv.engine.demo.conversations import SOURCES, Lengths, Workload, WorkloadOptions, make_workload
-from tidekv.engine.demo.model_prefill import ModelPrefill
-from tidekv.engine.demo.phase import Pass, Phase, held_by
-from tidekv.engine.demo.prefix_pages import PrefixPages
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
-from tidekv.engine.demo.trace_run import TraceRun
-from tidekv.engine.demo.traces import read_trace
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
 
 SHAPE = paged.ModelShape(num_layers=2, hidden_size=64, mlp_size=128, num_heads=2, num_kv_heads=1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.states.errors import InvalidRequest
 
 PAGE_SIZE = 4
@@ -152,7 +152,7 @@ def test_batches_cut_anywhere_give_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     pool, synthetic, pages, digests = filled(layout(), pack_tokens([*range(60)]))
     before = pool.read_pages(pages)
     pool.k[0][pages[1]] = 0
-    monkeypatch.setattr("tidekv.engine.demo.synthetic.BATCH_BYTES", 2 * layout().piece_bytes)
+    monkeypatch.setattr("tidekv.engine.synthetic.kv.BATCH_BYTES", 2 * layout().piece_bytes)
     assert synthetic.verify(pages, digests) == [1]
     synthetic.fill(pages, digests)
     assert torch.equal(pool.read_pages(pages), before)

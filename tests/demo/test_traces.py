@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.engine.demo.blocks import TraceOptions, TraceRequest
-from tidekv.engine.demo.phase import reusable_tokens
-from tidekv.engine.demo.traces import read_trace, trace_format
+from demo.blocks import TraceOptions, TraceRequest
+from demo.phase import reusable_tokens
+from demo.traces import read_trace, trace_format
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 Json = dict[str, Any]  # Records as they are written to a file.
@@ -314,7 +314,7 @@ def test_a_damaged_gzip_file_is_named_with_the_line_reached(tmp_path: Path, dama
 
 
 def test_a_line_of_any_length_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidekv.engine.demo.traces.LINE_BYTES_MAX", 1000)
+    monkeypatch.setattr("demo.traces.LINE_BYTES_MAX", 1000)
     path = write(tmp_path / "trace.gz", "0" * 100_000, packed=True)
     with pytest.raises(InvalidRequest, match="line 1: the line is longer than 1000 bytes"):
         read_trace(path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import tomllib
 from collections.abc import Mapping
@@ -337,9 +339,34 @@ def test_the_image_is_built_of_what_is_there() -> None:
     assert command in COMMANDS
 
 
+def test_the_image_has_what_prefill_and_decode_need(tmp_path: Path) -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    folders = [line.split()[0] for line in re.findall(r"^COPY (\w+ \w+)$", text, re.MULTILINE)]
+    for folder in folders:
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    script = (
+        "from tidekv.engine.cli.main import app, run_app\n"
+        "print(run_app(app, ['prefill', '--help']), run_app(app, ['simulate']))\n"
+        "import demo, tidekv.engine.cli.main as main\n"
+        "print(demo.__file__, main.__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
+        cwd=tmp_path.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"0 2\n{tmp_path}/demo/__init__.py {tmp_path}/src/" in done.stdout
+    assert "run it in a checkout" in done.stderr
+
+
 def test_the_image_installs_by_hash_all_but_torch() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
-    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${BASE}", "${BASE}"], "a digest can be given"
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${BASE}"], "a digest can be given"
     # Whatever pip takes from an index is checked, but for torch's build, which the user names.
     for command in re.findall(r"pip (?:install|wheel) ([^&\n]+)", text.split("FROM", 1)[1]):
         assert "--require-hashes" in command or "/torch.txt" in command or "--no-deps" in command.split(), command

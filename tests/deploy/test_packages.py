@@ -117,9 +117,7 @@ def test_the_wheel_works_in_a_clean_environment_without_the_checkout(wheel: Path
     # What tidekv stands on, from where the tests have it. Links of editable packages are not followed from here.
     packages = next((place / "lib").glob("python*/site-packages"))
     (packages / "present.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(
-        python, "-c", "import tidekv, tidekv.engine.demo.main_job; print(tidekv.__file__)", cwd=tmp_path
-    ).strip()
+    where = run(python, "-c", "import tidekv, tidekv.testing; print(tidekv.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(packages)
     public = "from tidekv import *; import tidekv; print(all(name in globals() for name in tidekv.__all__))"
     assert run(python, "-c", public, cwd=tmp_path).strip() == "True"
@@ -127,6 +125,8 @@ def test_the_wheel_works_in_a_clean_environment_without_the_checkout(wheel: Path
     assert "simulate" in run(tidekv, "--help", cwd=tmp_path)
     assert "ok" in run(tidekv, "config", "check", cwd=tmp_path)
     plain = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # As in `run`: the checkout is not on the path.
-    refused = subprocess.run([tidekv, "simulate"], cwd=tmp_path, capture_output=True, text=True, check=False, env=plain)
-    assert refused.returncode == 2
-    assert "the simulation is not installed with tidekv: run this command in a checkout" in refused.stderr
+    for command in ("run", "prefill", "decode", "simulate"):
+        options = [tidekv, command, "--seed", "1"]
+        refused = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=False, env=plain)
+        said = f"tidekv: `tidekv {command}` is not part of the installed package: run it in a checkout\n"
+        assert (refused.returncode, refused.stderr) == (2, said)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from demo.artefact import about
 from tidekv.engine.cli.main import app
-from tidekv.engine.demo.artefact import about
 from tools import figures_page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from benchmarks.first_rounds import PROMPTS, ROUNDS, Cell, figures_of
 from benchmarks.groups import targets_of
 from benchmarks.performance_page import PAGES, maintainers_figures, with_figures
 from benchmarks.target_table import TARGETS
-from tidekv.engine.demo.artefact import write_artefact
+from demo.artefact import write_artefact
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -34,7 +34,7 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.demo.synthetic import SyntheticKV
+from tidekv.engine.synthetic.kv import SyntheticKV
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
 

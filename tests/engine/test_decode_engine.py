@@ -98,7 +98,7 @@ async def test_retract_and_resume_bring_the_same_bytes(make_pair) -> None:
         everything = [*PROMPT, *output]
         pair.engine.grow(ready, len(output) - 1)
         from tidekv.backends.keys.chain import pack_tokens
-        from tidekv.engine.demo.synthetic import prompt_digests
+        from tidekv.engine.synthetic.kv import prompt_digests
 
         digests = prompt_digests(pack_tokens(everything[:-1]), 4)
         pair.kv.fill(ready.pages[5 : len(digests)].tolist(), digests[5:])

@@ -23,9 +23,9 @@ from tidekv import (
     Restored,
 )
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
-from tidekv.engine.demo.synthetic_components import component_digest
 from tidekv.engine.ranks.group import RankGroup
+from tidekv.engine.synthetic.components import component_digest
+from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states.types import page_ids
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]

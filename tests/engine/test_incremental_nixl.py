@@ -17,8 +17,8 @@ from tidekv import (
     open_storage,
 )
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 
 PAGE_SIZE = 16
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16", page_size=PAGE_SIZE)

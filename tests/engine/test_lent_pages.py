@@ -25,7 +25,7 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import RestoredPages
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 PAGES = [50, 3, 41, 7, 19, 28]

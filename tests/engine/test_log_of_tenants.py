@@ -32,7 +32,7 @@ from tidekv import (
     RequestFailed,
 )
 from tidekv.engine.decode.values import RecomputeJob
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.request.restore import Restore
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room

@@ -30,7 +30,7 @@ from tidekv import (
     StorageOptions,
 )
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.types import PageIds

@@ -10,7 +10,7 @@ from tests.support.inside import core_of
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import RecomputeJob
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.states.errors import EngineClosed, InvalidConfig
 from tidekv.transports.loopback import LoopbackNetwork
 

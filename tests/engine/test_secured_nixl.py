@@ -11,8 +11,8 @@ import pytest
 
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.errors import PrefillCause, RequestFailed
 
 pytestmark = pytest.mark.nixl

@@ -12,9 +12,9 @@ from tests.support.loopback_pair import LAYOUT, PAGE, Pair, loopback_pair
 from tidekv import DevicePool, EngineConfig, InvalidConfig, JournalOptions
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import RecomputeJob
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import synthetic_first_token
 from tidekv.engine.journal.replayer import Replayer
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import synthetic_first_token
 
 PROMPT = list(range(4 * PAGE))
 THRESHOLD = 2 * PAGE

@@ -34,11 +34,11 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import wrong_components
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prefill_config import PrefillConfig
+from tidekv.engine.synthetic.components import wrong_components
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.transports.nixl import transport
 from tidekv.transports.prefill.prefill_room import Room
 

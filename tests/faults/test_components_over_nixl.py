@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from demo.prefill_process import ComponentOrder
 from tests.support.fault_process import Done, Halt, Halted
 from tests.support.inside import calls_of, core_of
 from tests.support.waits import LIMIT_S, pass_s
 from tidekv import HostPool, KVLayout, PageLayout, ReadyRequest, RequestFailed
-from tidekv.engine.demo.prefill_process import ComponentOrder
 
 pytestmark = pytest.mark.nixl
 

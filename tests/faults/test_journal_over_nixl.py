@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from demo import main_job
+from demo.blocks import TraceOptions
 from tests.support.fault_process import Done, Halt, Halted
 from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import PrefillCause, Replayer
-from tidekv.engine.demo import main_job
-from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.journal.digest import final_state
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import RequestTraces

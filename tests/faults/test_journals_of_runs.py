@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from demo import main_job
+from demo.blocks import TraceOptions
+from demo.compute import ComputeThread
+from demo.phase import Pass, Phase
+from demo.trace_run import TraceRun
+from demo.traces import read_trace
 from tests.support.fault_process import Done, Halt, Halted
 from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, Replayer, open_storage
 from tidekv.engine.cli import main
-from tidekv.engine.demo import main_job
-from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.phase import Pass, Phase
-from tidekv.engine.demo.trace_run import TraceRun
-from tidekv.engine.demo.traces import read_trace
 from tidekv.engine.journal.digest import final_state
 from tidekv.engine.journal.format import EndLine
 from tidekv.engine.journal.reader import JournalReader

@@ -15,7 +15,7 @@ from tests.support.fault_process import Done, Halt, Halted
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidRequest, OfferedPages
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 
 pytestmark = pytest.mark.nixl
 

@@ -16,7 +16,7 @@ from tests.support.fault_process import Done, Halt
 from tests.support.waits import LIMIT_S, pass_s
 from tidekv import RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 

@@ -25,7 +25,7 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.records.stages import State
 from tidekv.states.types import PageIds
 from tidekv.transports.loopback import LoopbackNetwork

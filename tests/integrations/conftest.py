@@ -28,7 +28,7 @@ from tidekv import (
     PrefillPeer,
 )
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 
 Restored = Callable[[list[int]], Awaitable[tuple[dict[str, int], list[bytes]]]]
 

@@ -29,11 +29,11 @@ from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine import shared_storage
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.integrations.sglang import storage_thread
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.engine.shared_storage import BreakerLimits, StorageGuard
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 4, 8, 6

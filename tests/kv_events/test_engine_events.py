@@ -14,8 +14,8 @@ from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.kv_events.messages import hash_of
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.errors import InvalidConfig
 
 zmq = pytest.importorskip("zmq")

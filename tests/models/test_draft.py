@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from demo.model import ModelShape, build_llama, generate_in_one_process
 from tests.support.group_model import CausalModel, GroupModel
 from tests.support.model_pools import ModelPools
 from tests.support.prompts import drawn_prompt
 from tests.support.speculation import Answer, Speculation, dampen_later_layers, first_layers
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 PAGE_SIZE = 4
 OUTPUT = 24

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from demo.compute import ComputeThread
+from demo.model import ModelShape, PagedModel, build_llama, generate_in_one_process, greedy
 from examples.service.decode import Batch, decode_worker
 from examples.service.model import ByteTokenizer, ServedModel
 from examples.service.prefill import DistantPrefill
@@ -16,8 +18,6 @@ from tests.support.configs import engine_config
 from tests.support.inside import runtime_of
 from tidekv import DecodeEngine, DevicePool, HostPool, KVLayout, LoopbackTransport, PrefillConfig, PrefillPeer
 from tidekv.backends.copies import cpu_moves
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import ModelShape, PagedModel, build_llama, generate_in_one_process, greedy
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
 

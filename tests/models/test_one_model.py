@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from demo.model import ModelShape, build_llama, generate_in_one_process
 from tests.support.group_model import CausalModel, GroupModel, ScaledKV, filled
 from tests.support.model_pools import ModelPools
 from tests.support.prompts import drawn_prompt
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 PAGE_SIZE = 4
 VOCABULARY = 64

@@ -8,6 +8,10 @@ from functools import partial
 
 import pytest
 
+from demo.compute import ComputeThread
+from demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process, greedy
+from demo.model_prefill import ModelPrefill
+from demo.prefix_pages import PrefixPages
 from tests.support.prompts import drawn_prompt
 from tests.support.waits import LEASE_S, LIMIT_S
 from tidekv import (
@@ -26,10 +30,6 @@ from tidekv import (
     PrefillPeer,
     StorageOptions,
 )
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process, greedy
-from tidekv.engine.demo.model_prefill import ModelPrefill
-from tidekv.engine.demo.prefix_pages import PrefixPages
 
 CONVERSATIONS, TURNS = 20, 10
 USER, OUTPUT = 5, 6

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from benchmarks.ports import free_address
+from demo.model import generate_in_one_process
 from tests.support.component_model import ComponentModel, Held, ModelLayouts, layouts_of
 from tests.support.configs import engine_config
 from tests.support.group_model import CausalModel, choices, filled
@@ -42,7 +43,6 @@ from tidekv import (
 )
 from tidekv.engine.config.engine_config import DeviceMode
 from tidekv.engine.decode.component_pages import ReadyComponent, WindowPages
-from tidekv.engine.demo.model import generate_in_one_process
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room

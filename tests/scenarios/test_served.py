@@ -11,7 +11,7 @@ from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.engine.decode.driver import Driver
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states import events
 
 PAGE_SIZE = 4

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from demo.model import ModelShape, build_llama, generate_in_one_process
 from tests.support.threads import one_torch_thread
-from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0

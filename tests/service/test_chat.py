@@ -14,11 +14,11 @@ import openai
 import pytest
 import torch
 
+from demo.model import ModelShape, build_llama
 from examples.service.model import ByteTokenizer
 from examples.service.phrases import ANSWER, Phrases
 from tests.support.page_looks import PHONE_WIDTH, check_looks
 from tests.support.threads import one_torch_thread
-from tidekv.engine.demo.model import ModelShape, build_llama
 from tools.browser import find_browser, opened_page
 
 if TYPE_CHECKING:

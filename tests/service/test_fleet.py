@@ -19,13 +19,13 @@ import pytest
 from typer.testing import CliRunner
 
 import examples.fleet.__main__ as fleet_main
+from demo.model import generate_in_one_process
 from examples.fleet.load import ANSWER_TOKENS, Load, Turn, wrong_answers
 from examples.fleet.report import Happening, Setting, draw, rows_of, run_of
 from examples.fleet.routes import AVOIDED_S, InTurn, Route, Workers
 from examples.service.model import load
 from examples.service.prefill import DistantPrefill
 from tidekv import InvalidConfig
-from tidekv.engine.demo.model import generate_in_one_process
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTERS = os.environ.get("TIDEKV_TEST_ROUTERS")

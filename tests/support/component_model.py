@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from demo.model import cache_argument
 from tests.support.group_model import CausalModel, LayerKV
 from tests.support.model_pools import ModelPools
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.demo.model import cache_argument
 from tidekv.states.errors import InvalidConfig
 
 CacheLayer: TypeAlias = Any

@@ -9,6 +9,7 @@ import asyncio
 
 import msgspec
 
+from demo.prefill_process import ComponentOrder
 from tests.support import fault_process as said
 from tests.support.fault_hooks import GatedPoller, GatedStorage, LayerGate
 from tidekv.backends.copies.pieces import layer_count
@@ -20,12 +21,11 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.prefill_process import ComponentOrder
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.errors import RequestFailed
 from tidekv.transports.nixl import transport as nixl
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from demo.model import cache_argument
 from tidekv.backends.device.pool import PoolGroup
-from tidekv.engine.demo.model import cache_argument
 from tidekv.states.errors import InvalidConfig
 
 CausalModel: TypeAlias = Any

@@ -20,7 +20,7 @@ from tidekv import (
     ReadyRequest,
     Recompute,
 )
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 
 PAGE = 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", page_size=PAGE)

@@ -22,7 +22,7 @@ from tidekv import (
     StorageOptions,
 )
 from tidekv.backends.keys.chain import TOKEN_BYTES, page_digests
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
 
 

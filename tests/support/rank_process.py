@@ -19,6 +19,9 @@ from typing import TypeAlias
 import msgspec
 import torch
 
+from demo.blocks import TraceOptions
+from demo.conversations import Transcripts, agent_options, make_workload
+from demo.traces import read_trace
 from tests.support.inside import core_of, runtime_of
 from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tests.support.waits import LEASE_S
@@ -30,14 +33,11 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.demo.conversations import Transcripts, agent_options, make_workload
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
-from tidekv.engine.demo.traces import read_trace
 from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.ranks.group import RankGroup
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.errors import EngineClosed, LayersLost, RankLost, RequestFailed, TidekvError
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.ranks.agreement import LEADER

@@ -19,10 +19,10 @@ from tests.support.head_pages import HeadPages
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.demo.synthetic import prompt_digests
-from tidekv.engine.demo.synthetic_components import component_digest
 from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.synthetic.components import component_digest
+from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.head_slices import partition_of
 from tidekv.states.handover.rank_place import RankPlace

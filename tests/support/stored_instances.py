@@ -26,7 +26,7 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.converted_storage import ConvertedStorage
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import FULL, page_ids
 from tidekv.transports.loopback import LoopbackNetwork

@@ -21,7 +21,7 @@ from tidekv import (
     PrefillPeer,
 )
 from tidekv.backends.keys.chain import pack_tokens, page_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any

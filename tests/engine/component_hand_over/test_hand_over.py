@@ -10,7 +10,7 @@ import pytest
 from tests.support.inside import calls_of, core_of
 from tests.support.waits import LIMIT_S
 from tidekv import ComponentPools, DevicePool, InvalidConfig, KVLayout, LoopbackTransport, PrefillPeer, RequestFailed
-from tidekv.engine.demo.synthetic_components import SyntheticComponents
+from tidekv.engine.synthetic.components import SyntheticComponents
 from tidekv.transports import wire
 from tidekv.transports.loopback import LoopbackNetwork
 

@@ -11,8 +11,8 @@ from tests.support.fault_hooks import LayerGate
 from tests.support.inside import runtime_of
 from tidekv import DecodeRequest, LayersLost, ReadyRequest
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
-from tidekv.engine.demo.synthetic_components import wrong_components
+from tidekv.engine.synthetic.components import wrong_components
+from tidekv.engine.synthetic.kv import prompt_digests
 
 PROMPT = list(range(100, 124))  # Six pages of four tokens.
 

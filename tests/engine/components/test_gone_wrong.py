@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.inside import runtime_of
 from tidekv import InvalidRequest, Replayer
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import component_digest
+from tidekv.engine.synthetic.components import component_digest
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.errors import CopyFailed

@@ -34,9 +34,9 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import RestoredPages
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import component_digest
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.components import component_digest
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.component_specs import ComponentKind
 from tidekv.transports.loopback import LoopbackNetwork
 

@@ -25,9 +25,9 @@ from tidekv import (
     open_storage,
 )
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import component_digest
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.components import component_digest
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
 
 WHOLE = list(range(100, 100 + 6 * SIZE))

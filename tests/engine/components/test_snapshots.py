@@ -8,8 +8,8 @@ import pytest
 
 from tidekv import Replayer, SnapshotOptions, StateRecords
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import component_digest
+from tidekv.engine.synthetic.components import component_digest
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 
 SIZE = 4
 SYSTEM = list(range(100, 100 + 6 * SIZE))

@@ -35,9 +35,9 @@ from tidekv import (
     open_storage,
 )
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import wrong_components
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.synthetic.components import wrong_components
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.transports.loopback import LoopbackNetwork
 

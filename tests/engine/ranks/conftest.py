@@ -28,9 +28,9 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.ranks.group import RankGroup
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.errors import StorageFailed
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import PageIds

@@ -15,7 +15,7 @@ from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import expected
 from tidekv import DecodeRequest, LayersLost, OutOfPages, ReadyRequest, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states import commands, events
 from tidekv.states.pages.page_pool import PageState
 

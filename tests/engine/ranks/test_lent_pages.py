@@ -10,7 +10,7 @@ import pytest
 from tests.support.inside import core_of, runtime_of
 from tidekv import DecodeRequest, OfferedPages, Replayer, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.synthetic.kv import prompt_digests
 
 OTHERS = [[50, 3, 41, 7, 19, 28, 11, 60, 2, 33, 9], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [*range(20, 31)]]
 """Pages of the prompt by rank: none of them has to be the same."""

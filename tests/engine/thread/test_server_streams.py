@@ -35,7 +35,7 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.engine.thread import server_streams as module
 from tidekv.engine.thread.server_streams import ServerStreams
 

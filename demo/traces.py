@@ -21,15 +21,15 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from tidekv.engine.demo.blocks import (
+from demo.blocks import (
     PROMPT_TOKENS_MAX,
     PromptBlocks,
     TraceOptions,
     TraceRequest,
-    Words,
     salted,
     text_seed,
 )
+from tidekv.engine.synthetic.words import Words
 from tidekv.states.errors import InvalidRequest, cause_of
 
 GZIP_MAGIC: Final = b"\x1f\x8b"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from demo.compute import ComputeThread
+from demo.conversations import SOURCES, Conversation, ConversationTurn, Transcripts, Workload
+from demo.model import DecodeStep, PagedModel, TokenChoice, greedy
+from demo.phase import Pass
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.conversations import SOURCES, Conversation, ConversationTurn, Transcripts, Workload
-from tidekv.engine.demo.model import DecodeStep, PagedModel, TokenChoice, greedy
-from tidekv.engine.demo.phase import Pass
 from tidekv.states.errors import InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:

@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidekv.engine.demo.artefact import write_artefact
+from demo.artefact import write_artefact
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.validation import checked
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tidekv.engine.demo.main_job import JobResult
-    from tidekv.engine.demo.phase import Phase, Progress
-
-
-def register(app: typer.Typer) -> None:
-    """Add `run` to the command line."""
-    app.command()(run)
+    from demo.main_job import JobResult
+    from demo.phase import Phase, Progress
 
 
 def run(
@@ -60,9 +55,8 @@ def run(
 
     Exit code 1 if a result differs from the expected one, 2 for a wrong option or file.
     """
-    from tidekv.backends.storage.uri import open_storage
-    from tidekv.engine.demo.blocks import TraceOptions
-    from tidekv.engine.demo.conversations import (
+    from demo.blocks import TraceOptions
+    from demo.conversations import (
         Kind,
         Source,
         WorkloadOptions,
@@ -70,7 +64,8 @@ def run(
         long_prompt_options,
         make_workload,
     )
-    from tidekv.engine.demo.traces import read_trace
+    from demo.traces import read_trace
+    from tidekv.backends.storage.uri import open_storage
 
     # All options are checked before the other imports, which take seconds.
     if damage:
@@ -93,10 +88,10 @@ def run(
     from rich.console import Console
     from rich.text import Text
 
-    from tidekv.engine.demo import main_job
-    from tidekv.engine.demo.link import LARGE_MODEL
-    from tidekv.engine.demo.model import check_installed
-    from tidekv.engine.demo.report import report
+    from demo import main_job
+    from demo.link import LARGE_MODEL
+    from demo.model import check_installed
+    from demo.report import report
 
     def turns(options: WorkloadOptions) -> int:
         return sum(len(conversation.turns) for conversation in make_workload(options).conversations)

@@ -24,12 +24,6 @@ PageSize = Annotated[int | None, typer.Option(help="Tokens a page; both sides mu
 PREFILL_PAGES = 1024
 
 
-def register(app: typer.Typer) -> None:
-    """Add `prefill` and `decode` to the command line."""
-    app.command()(prefill)
-    app.command()(decode)
-
-
 def prefill(
     config: ConfigFile = None,
     settings: Settings = None,
@@ -51,9 +45,9 @@ def prefill(
     import uvloop
     from rich.console import Console
 
-    from tidekv.engine.demo.main_job import model_layout, model_order
-    from tidekv.engine.demo.model import ModelShape
-    from tidekv.engine.demo.prefill_process import prefill_worker
+    from demo.main_job import model_layout, model_order
+    from demo.model import ModelShape
+    from demo.prefill_process import prefill_worker
 
     shape = ModelShape()
     layout = model_layout(shape, loaded.configuration.cache.page_size)
@@ -149,11 +143,11 @@ def decode(
 
     from rich.console import Console
 
-    from tidekv.engine.cli.run import finished, progress_bars
-    from tidekv.engine.demo import main_job
-    from tidekv.engine.demo.conversations import WorkloadOptions, make_workload
-    from tidekv.engine.demo.model import ModelShape
-    from tidekv.engine.demo.report import report
+    from demo import main_job
+    from demo.conversations import WorkloadOptions, make_workload
+    from demo.model import ModelShape
+    from demo.report import report
+    from demo.run import finished, progress_bars
 
     options = WorkloadOptions(conversations=conversations, rounds=rounds, seed=seed)
     cache, chosen = loaded.configuration.cache, loaded.configuration

@@ -18,7 +18,7 @@ import torch
 
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.keys.chain import DIGEST_BYTES, TOKEN_BYTES, namespace_seed, page_digests
-from tidekv.engine.demo.blocks import Words, mix64, stream64
+from tidekv.engine.synthetic.words import Words, mix64, stream64
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.types import PageIds
 

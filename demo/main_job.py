@@ -18,22 +18,22 @@ from pathlib import Path
 
 import msgspec
 
+from demo.blocks import VOCABULARY, TraceOptions
+from demo.compute import ComputeThread
+from demo.conversation_run import Answer, ConversationRun
+from demo.conversations import SOURCES, Workload, WorkloadOptions, make_workload
+from demo.link import Deployment
+from demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
+from demo.phase import Pass, Phase, Progress, held_by, reusable_tokens
+from demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
+from demo.trace_run import TraceRun
+from demo.traces import read_trace
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.conversation_run import Answer, ConversationRun
-from tidekv.engine.demo.conversations import SOURCES, Workload, WorkloadOptions, make_workload
-from tidekv.engine.demo.link import Deployment
-from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
-from tidekv.engine.demo.phase import Pass, Phase, Progress, held_by, reusable_tokens
-from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
-from tidekv.engine.demo.trace_run import TraceRun
-from tidekv.engine.demo.traces import read_trace
 from tidekv.states.errors import InvalidConfig
 from tidekv.transports.nixl.transport import NixlTransport
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Protocol, TypeAlias
@@ -127,7 +127,12 @@ def build_llama(shape: ModelShape, device: str | torch.device = "cpu") -> Llama:
 
 def cache_argument(model: Any) -> str:  # Any: `transformers` is optional and is not type-checked.
     """Return the name of the cache among the arguments of a `transformers` model: `cache` from 5.24 on."""
-    names = signature(model.forward).parameters
+    return _cache_argument(type(model))
+
+
+@cache
+def _cache_argument(kind: type[Any]) -> str:
+    names = signature(kind.forward).parameters
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in names)
 
 

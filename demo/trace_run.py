@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from demo.blocks import TraceRequest
+from demo.compute import ComputeThread
+from demo.phase import Pass
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.blocks import TraceRequest
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.phase import Pass
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import synthetic_first_token
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
+from tidekv.engine.synthetic.prefill import synthetic_first_token
 
 
 @dataclass(frozen=True, slots=True)

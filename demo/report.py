@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tidekv.engine.demo.conversations import SOURCES
-from tidekv.engine.demo.main_job import JobResult
-from tidekv.engine.demo.phase import Phase
+from demo.conversations import SOURCES
+from demo.main_job import JobResult
+from demo.phase import Phase
 
 NAMES = {"l1": "L1, device", "l2": "L2, host", "l3": "L3, storage", "transfer": "prefill, by transfer"}
 

@@ -8,34 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from tidekv.engine.synthetic.words import GOLDEN, Words, mix64, stream64
 from tidekv.states.errors import InvalidConfig
-
-Words: TypeAlias = "npt.NDArray[np.uint64]"
-
-GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-
-
-def mix64(words: Words) -> Words:
-    """Return splitmix64's output function of each word: a bijection in which each input bit affects all 64.
-
-    For test content and test tokens: it is not cryptographic.
-    """
-    mixed = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def stream64(seeds: Words, count: int) -> Words:
-    """Return `count` words for each seed, shape [len(seeds), count]."""
-    steps = (np.arange(1, count + 1, dtype=np.uint64)) * GOLDEN
-    return mix64(mix64(seeds)[:, None] + steps[None, :])
-
 
 VOCABULARY: Final = 1 << 17
 # Maximum prompt length that a line may state; bounds the size of an id list.

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.engine.decode.component_pages import ReadyComponent
-from tidekv.engine.demo.synthetic import SyntheticKV
+from tidekv.engine.synthetic.kv import SyntheticKV
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.sender import RequestedComponent
 from tidekv.states.pages.page_pool import PagePool

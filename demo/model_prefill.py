@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import PagedModel, TokenChoice, greedy
-from tidekv.engine.demo.prefix_pages import PrefixPages, PromptPages
+from demo.compute import ComputeThread
+from demo.model import PagedModel, TokenChoice, greedy
+from demo.prefix_pages import PrefixPages, PromptPages
 from tidekv.states.errors import EngineClosed, InvalidRequest
 from tidekv.transports.prefill.prefill_room import Room
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
-from tidekv.engine.demo.kept_pages import HeldPages, KeptPages
-from tidekv.engine.demo.synthetic import SyntheticKV
-from tidekv.engine.demo.synthetic_components import SyntheticComponents
+from tidekv.engine.synthetic.components import SyntheticComponents
+from tidekv.engine.synthetic.kept_pages import HeldPages, KeptPages
+from tidekv.engine.synthetic.kv import SyntheticKV
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.types import PageIds
 from tidekv.transports.prefill.prefill_room import Room

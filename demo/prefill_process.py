@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -23,22 +24,23 @@ import msgspec
 import torch
 import uvloop
 
+from demo.compute import ComputeThread
+from demo.link import ThrottledTransport
+from demo.model import ModelShape, PagedModel, build_llama
+from demo.model_prefill import ModelPrefill
+from demo.prefix_pages import PrefixPages
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout, LayerGroup
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.link import ThrottledTransport
-from tidekv.engine.demo.model import ModelShape, PagedModel, build_llama
-from tidekv.engine.demo.model_prefill import ModelPrefill
-from tidekv.engine.demo.prefix_pages import PrefixPages
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.synthetic.prefill import SyntheticPrefill
 from tidekv.states.component_specs import ComponentKind
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 
+CHECKOUT = str(Path(__file__).resolve().parents[1])
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 15.0
 LINE_BYTES_MAX = 1 << 26
@@ -103,6 +105,9 @@ class PrefillProcess:
         """`environment`: variables of the child beside those of this process."""
         self._order = order
         self._environment = dict(os.environ) | dict(environment or {})
+        # The working directory may have another package of this name: the child looks in the checkout only (-P).
+        path = self._environment.get("PYTHONPATH")
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, [CHECKOUT, path]))
         self.address = ""
 
     async def __aenter__(self) -> Self:
@@ -112,6 +117,7 @@ class PrefillProcess:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",
                     "-m",
                     __name__,
                     str(theirs.fileno()),

@@ -1,0 +1,1 @@
+"""Workloads with a small model or synthetic KV: `tidekv run`, and its sides `tidekv prefill` and `tidekv decode`."""

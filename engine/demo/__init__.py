@@ -1,1 +1,0 @@
-"""Workloads for the main job, benchmarks and tests: conversations, recorded traces, synthetic KV and a small model."""
