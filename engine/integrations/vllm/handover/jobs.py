@@ -154,7 +154,7 @@ HANDOVER_COUNTS: Mapping[str, str] = {
     "restore_tokens_l3": "prompt tokens restored from storage",
     "restore_tokens_peer": "prompt tokens restored from the host memory of other decode workers",
     "restore_tokens_transfer": "prompt tokens received from prefill",
-    "restore_bytes_transfer": "bytes of whole pages received from prefill",
+    "restore_bytes_transfer": "bytes of whole pages of full KV received from prefill; windows and states are not in it",
     "restores_partial": "prompts that were restored in part; vLLM computes the rest",
     "restores_failed": "prompts of which nothing was restored; vLLM computes them",
     "restores_declined": "prompts that decode did not ask prefill for: vLLM computes them, or their client left",
