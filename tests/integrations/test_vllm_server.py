@@ -219,15 +219,53 @@ async def test_models_with_states_are_handed_over(tmp_path: Path) -> None:
     assert not counts["restores_failed"], counts
 
 
-@pytest.mark.parametrize("model", [("--window", 256), ("--states",)], ids=["windows", "states"])
-async def test_models_with_windows_and_states_survive_faults(tmp_path: Path, model: tuple[str | int, ...]) -> None:
-    options = ("--connector", "tidekv", "--conversations", 6, "--turns", 5, "--tokens", "300:1300", "--parallel", 3)
-    events = ("--at", "1:reset:decode-0", "--at", "2:kill:prefill-0", "--at", "3:kill:decode-0")
-    damage = ("--at", "4:damage:decode-0", "--aborts", 0.3)
-    figures = await serve(tmp_path / "figures", *options, *model, *events, *damage)
-    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+WINDOWS_AND_STATES = pytest.mark.parametrize("model", [("--window", 256), ("--states",)], ids=["windows", "states"])
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the right answers of each model, so that one server computes them once for all tests here."""
+    return tmp_path_factory.mktemp("answers")
+
+
+async def serve_amid(
+    file: Path, answers: Path, model: tuple[str | int, ...], *faults: str | float, connector: str = "tidekv"
+) -> dict[str, float]:
+    """Serve a model's conversations amid faults; returns the counts of decode."""
+    load = ("--conversations", 6, "--turns", 4, "--tokens", "300:1200", "--parallel", 3)
+    right = ("--answers", answers / f"{model[0]}.json")
+    figures = await serve(file, "--connector", connector, *load, *right, *model, *faults)
+    return {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+
+
+@WINDOWS_AND_STATES
+async def test_models_with_windows_and_states_survive_faults_of_prefill(
+    tmp_path: Path, answers: Path, model: tuple[str | int, ...]
+) -> None:
+    # Decode asks at once, so that the kill meets transfers.
+    counts = await serve_amid(tmp_path / "f", answers, model, "--at", "2:kill:prefill-0", connector="tidekv-both")
+    assert counts["restore_tokens_transfer"] > 0, counts
+    assert counts["restores_failed"] > 0, counts
+
+
+@WINDOWS_AND_STATES
+async def test_models_with_windows_and_states_survive_faults_of_decode(
+    tmp_path: Path, answers: Path, model: tuple[str | int, ...]
+) -> None:
+    events = ("--at", "1:reset:decode-0", "--at", "2:kill:decode-0")
+    counts = await serve_amid(tmp_path / "figures", answers, model, *events)
     assert counts["restore_tokens_transfer"] > 0, counts
     assert counts["restore_tokens_l2"] > 0, counts
+    assert counts["restore_tokens_l3"] > 0, counts
+
+
+@WINDOWS_AND_STATES
+async def test_models_with_windows_and_states_survive_faults_of_storage_and_aborts(
+    tmp_path: Path, answers: Path, model: tuple[str | int, ...]
+) -> None:
+    faults = ("--at", "2:damage:decode-0", "--aborts", 0.3)
+    counts = await serve_amid(tmp_path / "figures", answers, model, *faults)
+    assert counts["restore_tokens_transfer"] > 0, counts
     assert counts["restore_tokens_l3"] > 0, counts
 
 
