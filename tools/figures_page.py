@@ -53,7 +53,7 @@ SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 VLLM_GROUPS = {
     f"vllm_{kind}{suffix}.json": f"{kind}{words}"
     for kind in ("windows", "states")
-    for suffix, words in (("", ""), ("_restart", ", restarts"), ("_faults", ", faults"), ("_aborts", ", aborts"))
+    for suffix, words in (("", ""), ("_restart", ", restarts"), ("_faults", ", faults"))
 }
 """Files of runs of models with several groups of KV, and the titles of their columns."""
 
