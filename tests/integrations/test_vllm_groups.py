@@ -114,6 +114,21 @@ def test_a_failed_restore_fails_as_a_whole_and_is_no_list_of_blocks(start: Start
     assert decode.ask("d", OTHERS[0]) == 0
 
 
+def test_an_abort_at_prefill_amid_a_transfer_fails_it_as_a_whole(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    add(prefill, request_of("p", PROMPT, {"do_remote_decode": True, "room": "r"}), TABLES)
+    params = {"do_remote_prefill": True, "prefill": prefill.address, "room": "r"}
+    assert add(decode, request_of("d", PROMPT, params), OTHERS) == HANDED
+    prefill.step({"p": 2 * BLOCK})
+    decode.step_until(lambda: decode.holds("d", PROMPT[: 2 * BLOCK]))
+    assert prefill.finish("p") == (True, None)
+    prefill.step()
+    decode.step_until(lambda: decode.loaded)
+    assert (decode.loaded, decode.failed, decode.invalid) == (["d"], ["d"], set())
+    assert decode.counts == {"restores_failed": 1}
+    assert decode.ask("d", OTHERS[0]) == 0
+
+
 def test_a_group_whose_blocks_prefill_has_lost_fails_the_hand_over_by_name(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
