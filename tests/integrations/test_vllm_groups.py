@@ -114,7 +114,9 @@ def test_a_failed_restore_fails_as_a_whole_and_is_no_list_of_blocks(start: Start
     assert decode.ask("d", OTHERS[0]) == 0
 
 
-def test_an_abort_at_prefill_amid_a_transfer_fails_it_as_a_whole(start: Start) -> None:
+def test_an_abort_at_prefill_amid_a_transfer_fails_it_as_a_whole(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
     add(prefill, request_of("p", PROMPT, {"do_remote_decode": True, "room": "r"}), TABLES)
     params = {"do_remote_prefill": True, "prefill": prefill.address, "room": "r"}
@@ -126,6 +128,7 @@ def test_an_abort_at_prefill_amid_a_transfer_fails_it_as_a_whole(start: Start) -
     decode.step_until(lambda: decode.loaded)
     assert (decode.loaded, decode.failed, decode.invalid) == (["d"], ["d"], set())
     assert decode.counts == {"restores_failed": 1}
+    assert "restored_tokens=0 cause='prefill failed: " in caplog.text
     assert decode.ask("d", OTHERS[0]) == 0
 
 

@@ -359,7 +359,7 @@ class DecodeWorker:
                     self._counts[f"restore_tokens_{source}"] += tokens
                 received = -(-restored.sources.get("transfer", 0) // self._page_size)
                 self._counts["restore_bytes_transfer"] += received * self._page_bytes
-                cause = "" if restored.is_complete else f"{restored.cause} {restored.detail}"
+                cause = "" if restored.is_complete else f"{restored.cause}: {restored.detail}"
                 if restored.cause == PrefillCause.MISMATCH:
                     # Prefill has refused the link, and would wait for one that matches.
                     self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
