@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.inside import runtime_of
-from tests.support.parallel_instances import PAGE_SIZE, Model, Place, RankPools
+from tests.support.parallel_instances import PAGE_SIZE, POOL_PAGES, Model, Place, RankPools
 from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
     DecodeEngine,
@@ -25,7 +25,9 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
+from tidekv.engine.config.engine_config import DeviceMode
 from tidekv.engine.converted_storage import ConvertedStorage
+from tidekv.engine.decode.values import RestoredPages
 from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import FULL, page_ids
@@ -76,12 +78,21 @@ class PrefillRank:
 
 
 class DecodeRank:
-    """One rank of a decode instance."""
+    """One rank of a decode instance. Lent device pages are those of a host engine, other ones on each rank."""
 
     def __init__(
-        self, model: Model, place: Place, network: LoopbackNetwork, storage: Storage | None, address: str, prefill: str
+        self,
+        model: Model,
+        place: Place,
+        network: LoopbackNetwork,
+        storage: Storage | None,
+        address: str,
+        prefill: str,
+        mode: DeviceMode,
     ) -> None:
         self.pools = RankPools(model, place)
+        self.is_lent = mode == "lent"
+        self._number = place.rank
         self.components = [
             dataclasses.replace(pools, host=HostPool.allocate(pools.device.layout, HOST_PAGES))
             for pools in self.pools.components
@@ -95,20 +106,78 @@ class DecodeRank:
             kv_heads_total=model.kv_heads_total,
             **PATIENT_GROUP,
         )
+        self._host = HostPool.allocate(self.pools.device.layout, HOST_PAGES)
         self.engine = DecodeEngine(
-            engine_config(**PATIENT, close_deadline_s=30.0, prefetch_threshold_tokens=0, page_checksums=True),
+            engine_config(
+                **PATIENT,
+                close_deadline_s=30.0,
+                prefetch_threshold_tokens=0,
+                page_checksums=True,
+                device=mode,
+            ),
             device=self.pools.device,
-            host=HostPool.allocate(self.pools.device.layout, HOST_PAGES),
+            host=self._host,
             components=self.components,
             storage=storage,
             transport=LoopbackTransport(f"decode-{place.rank}", network),
             ranks=group if place.tp * place.pp > 1 else None,
         )
 
+    @property
+    def groups(self) -> list[str]:
+        """The names of all groups, that of the full KV first."""
+        return [FULL, *(pools.name for pools in self.components)]
+
+    def lose(self, *, host: bool) -> None:
+        """Lose what the device pages hold, and the host pages if that is said: nothing may be right by chance."""
+        pools = {FULL: self._host, **{pools.name: pools.host for pools in self.components}}
+        for name, host_pool in pools.items():
+            for row in self.pools.pool(name).rows:
+                row.zero_()
+            if host:
+                assert host_pool is not None
+                host_pool.buffer.zero_()
+
+    def damage(self, group: str) -> None:
+        """Change a byte of each host page of a group."""
+        host = next((pools.host for pools in self.components if pools.name == group), self._host)
+        assert host is not None
+        host.array[:, 0] ^= 1
+
+    async def restore_into(self, request_id: str, tokens: Sequence[int]) -> RestoredPages:
+        """Restore into lent pages, and compare every byte of every group."""
+        lent = self._lent(len(tokens))
+        request = self._request(request_id, tokens)
+        full, components = lent[FULL], {name: pages for name, pages in lent.items() if name != FULL}
+        restored = await self.engine.restore_into(request, full, component_pages=components)
+        assert restored.is_complete, restored
+        digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+        for name, pages in lent.items():
+            assert self.pools.wrong(name, pages, digests[len(digests) - len(pages) :]) == [], name
+        return restored
+
+    async def offer(self, tokens: Sequence[int]) -> None:
+        """Offer what was restored into lent pages, all of which is kept."""
+        lent = self._lent(len(tokens))
+        components = {name: pages for name, pages in lent.items() if name != FULL}
+        offered = await self.engine.offer(tokens, lent[FULL], component_pages=components)
+        assert not (offered.declined or offered.components_declined), offered
+
+    def _lent(self, tokens: int) -> dict[str, list[int]]:
+        """Pages of the host engine by group, for the positions that the end of a prompt needs."""
+        count = -(-tokens // PAGE_SIZE)
+        firsts = {pools.name: pools.component.needed_from(tokens, PAGE_SIZE) for pools in self.components}
+        return {
+            name: [(7 * at + 3 * self._number + 1) % POOL_PAGES for at in range(firsts.get(name, 0), count)]
+            for name in self.groups
+        }
+
+    def _request(self, request_id: str, tokens: Sequence[int]) -> DecodeRequest:
+        return DecodeRequest(request_id=request_id, tokens=tokens, prefill=self._prefill, send_prompt=True)
+
     async def restore(self, request_id: str, tokens: Sequence[int]) -> ReadyRequest:
         """Restore, and compare every byte of the pages and of the components at the prompt's end."""
-        request = DecodeRequest(request_id=request_id, tokens=tokens, prefill=self._prefill, send_prompt=True)
-        ready = await self.engine.restore(request)
+        ready = await self.engine.restore(self._request(request_id, tokens))
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
         assert self.pools.wrong("full", ready.pages[: len(digests)].tolist(), digests) == []
         for name, tail in ready.component_pages.items():
@@ -138,8 +207,16 @@ class Instances:
             await member.peer.wait_stored()
         return {source: count for source, count in readies[0].sources.items() if count}
 
+    async def forget(self, *tiers: str) -> None:
+        """Drop what these tiers have, and lose the bytes."""
+        await self.decodes[0].engine.flush(tiers)
+        for member in self.decodes:
+            member.lose(host="l2" in tiers)
+
     async def serve_and_leave(self, request_id: str, tokens: Sequence[int]) -> dict[str, int]:
         """The same, and leave windows and records as they are at the prompt's end, which is that of a page."""
+        if self.decodes[0].is_lent:
+            return await self._serve_and_offer(request_id, tokens)
         readies = await asyncio.gather(*(member.restore(request_id, tokens) for member in self.decodes))
         assert all(ready.sources == readies[0].sources for ready in readies)
         left = {name: (tail.first, tail.pages) for name, tail in readies[0].component_pages.items()}
@@ -151,6 +228,13 @@ class Instances:
         )
         await asyncio.gather(*(member.engine.wait_settled() for member in self.decodes))
         return {source: count for source, count in readies[0].sources.items() if count}
+
+    async def _serve_and_offer(self, request_id: str, tokens: Sequence[int]) -> dict[str, int]:
+        restored = await asyncio.gather(*(member.restore_into(request_id, tokens) for member in self.decodes))
+        assert all(one.sources == restored[0].sources for one in restored)
+        await asyncio.gather(*(member.offer(tokens) for member in self.decodes))
+        await asyncio.gather(*(member.engine.wait_settled() for member in self.decodes))
+        return {source: count for source, count in restored[0].sources.items() if count}
 
     def storage_of(self, rank: int, component: str) -> Storage:
         """What decode rank `rank` reads from storage: full pages, or those of a component."""
@@ -185,8 +269,9 @@ async def instances(
     decode: tuple[int, int],
     prefill_storage: Open | None = None,
     decode_storage: Open | None = None,
+    mode: DeviceMode = "owned",
 ) -> AsyncIterator[Instances]:
-    """Start two instances, (TP, PP) each; storage is opened for each rank."""
+    """Start two instances, (TP, PP) each; storage is opened for each rank. `mode`: whose decode's device pages are."""
     address = free_address()
     network = LoopbackNetwork()
     prefills = [
@@ -195,7 +280,7 @@ async def instances(
     ]
     names = ",".join(f"prefill-{rank}" for rank in range(len(prefills)))
     decodes = [
-        DecodeRank(model, Place(*decode, rank), network, decode_storage and decode_storage(), address, names)
+        DecodeRank(model, Place(*decode, rank), network, decode_storage and decode_storage(), address, names, mode)
         for rank in range(decode[0] * decode[1])
     ]
     parts: list[PrefillPeer | DecodeEngine] = [

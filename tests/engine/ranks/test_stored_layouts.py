@@ -6,15 +6,17 @@ docs/ranks.md says what is tested here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.parallel_instances import PAGE_SIZE
+from tests.support.parallel_instances import PAGE_SIZE, Group, Model, State
 from tests.support.stored_instances import Open, instances
 from tests.transports.test_layout_pairs import MODELS, REFUSED, relation
+from tests.transports.test_layout_pairs import PAIRS as ALL_PAIRS
 from tidekv import open_storage
+from tidekv.engine.config.engine_config import DeviceMode
 from tidekv.states.types import FULL
 
 TOKENS = list(range(50, 50 + 5 * PAGE_SIZE))
@@ -68,38 +70,59 @@ async def test_what_decode_ranks_wrote_decode_ranks_of_another_number_read(
         assert await second.serve("stored", TOKENS) == {"l3": len(TOKENS)}
 
 
-OF_EACH_RELATION = [((2, 1), (2, 1)), ((1, 1), (2, 1)), ((2, 1), (2, 2)), ((4, 1), (1, 2))]
-"""Prefill and decode (TP, PP), one pair of each row of the table."""
+EVERY_GROUP = {
+    "heads": Model(MODELS["layer groups"].groups, window={"full": Group(heads=8, layers=2)}, state=State()),
+    "latent vectors": MODELS["latent pages, window with heads"],
+    "copies of heads": Model(
+        {"full": Group(heads=2)}, window={"full": Group(heads=2)}, state=State(), kv_heads_total=2
+    ),
+    "records as a whole": Model({"full": Group()}, window={"full": Group()}, state=State(named=False)),
+}
+"""Models with a window and a state, whose pages have one group of layers or several."""
 
 
-CASES = [
-    pytest.param(*pair, name, id=f"{relation(*pair)}: {name}")
-    for pair, name in itertools.product(OF_EACH_RELATION, MODELS)
-    if (relation(*pair), name) not in REFUSED
-]
+def cases() -> Iterator[object]:
+    """All pairs of layouts with each model: of each pair half of the models, of each model half of the pairs, in lent
+    pages.
+    """
+    for (at, (prefill, decode)), (number, name) in itertools.product(enumerate(ALL_PAIRS), enumerate(EVERY_GROUP)):
+        mode: DeviceMode = "lent" if (at + number) % 2 else "owned"
+        if name != "records as a whole" or (relation(prefill, decode), "state without channels") not in REFUSED:
+            ends = " to ".join(f"tp{tp}pp{pp}" for tp, pp in (prefill, decode))
+            yield pytest.param(prefill, decode, name, mode, id=f"{name}, {mode}: {ends}")
 
 
-@pytest.mark.parametrize(("prefill", "decode", "name"), CASES)
-async def test_what_the_storage_of_one_rank_loses_of_a_group_prefill_of_another_layout_sends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], name: str
+@pytest.mark.parametrize(("prefill", "decode", "name", "mode"), [*cases()])
+async def test_what_a_tier_of_one_rank_loses_of_a_group_prefill_of_another_layout_sends(
+    monkeypatch: pytest.MonkeyPatch, prefill: tuple[int, int], decode: tuple[int, int], name: str, mode: DeviceMode
 ) -> None:
+    """Of each group in turn storage reads nothing, and then its host pages are damaged: no request starts over.
+
+    Every byte of every group is compared, on every rank.
+    """
+
     async def nothing(keys: Sequence[bytes], pages: object, **_: object) -> list[bool]:
         return [False] * len(keys)
 
-    model = MODELS[name]
-    async with instances(model, prefill=prefill, decode=decode, decode_storage=opener("memory", tmp_path)) as made:
+    open_one, model = opener("memory", Path()), EVERY_GROUP[name]
+    async with instances(model, prefill=prefill, decode=decode, decode_storage=open_one, mode=mode) as made:
+        last, l1, faults = len(made.decodes) - 1, () if mode == "lent" else ("l1",), 0
         assert await made.serve_and_leave("first", TOKENS) == {"transfer": len(TOKENS)}
-        groups = [FULL, *(pools.name for pools in made.decodes[0].components)]
-        for number, group in enumerate(groups, 1):
-            await made.decodes[0].engine.flush(("l1", "l2"))
-            with monkeypatch.context() as patch:
-                patch.setattr(made.storage_of(len(made.decodes) - 1, group), "get_into", nothing)
-                # `restore` compares every byte of every group.
-                source = "transfer" if group == FULL else "l3"
-                assert await made.serve_and_leave(f"lost {group}", TOKENS) == {source: len(TOKENS)}
-            for member in made.decodes:
-                counts = member.engine.statistics()["core"]
-                assert (counts["extends"], counts["sent_back"]) == (number, 0)
+        for group in made.decodes[0].groups:
+            for tier in ("l3", "l2"):
+                await made.forget(*l1, *(("l2",) if tier == "l3" else ()))
+                with monkeypatch.context() as patch:
+                    if tier == "l3":
+                        patch.setattr(made.storage_of(last, group), "get_into", nothing)
+                    else:
+                        made.decodes[last].damage(group)
+                    source = "transfer" if group == FULL else tier
+                    assert await made.serve_and_leave(f"{group} {tier}", TOKENS) == {source: len(TOKENS)}, group
+                faults += 1
+                for member in made.decodes:
+                    counts = member.engine.statistics()["core"]
+                    assert (counts["extends"], counts["sent_back"]) == (faults, 0), (group, tier)
+        assert made.decodes[last].engine.statistics()["core"]["l2_damaged"] == len(made.decodes[0].groups)
 
 
 @pytest.mark.parametrize(
