@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import limits
 from tests.support.configs import engine_config
 from tests.support.inside import calls_of, core_of, runtime_of
-from tests.support.waits import LEASE_S, PATIENT
+from tests.support.waits import LEASE_S, PATIENT, PATIENT_STORE
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -146,7 +146,7 @@ def make_pair() -> Iterator[MakePair]:
             prefill_pages=prefill_pages,
             storage=storage,
             prefill_namespace=prefill_namespace,
-            prefill_config=PrefillConfig(lease_s=LEASE_S, store=prefill_store or PromptStoreSettings()),
+            prefill_config=PrefillConfig(lease_s=LEASE_S, store=prefill_store or PromptStoreSettings(**PATIENT_STORE)),
             prefill_parts={"storage": prefill_storage, "host": prefill_host},
         ) as pair:
             yield Pair(pair.engine, pair.peer, pair.prefill, pair.device, pair.host, pair.network, pair.faults)

@@ -18,7 +18,7 @@ from random import Random
 import pytest
 
 from tests.support.configs import engine_config
-from tests.support.waits import LEASE_S, PATIENT
+from tests.support.waits import LEASE_S, PATIENT, PATIENT_STORE
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -28,6 +28,7 @@ from tidekv import (
     LoopbackTransport,
     PrefillConfig,
     PrefillPeer,
+    PromptStoreSettings,
     Replayer,
     RequestFailed,
     open_storage,
@@ -127,6 +128,7 @@ async def bench(
             PrefillConfig(
                 listen="prefill",
                 lease_s=LEASE_S,
+                store=PromptStoreSettings(**PATIENT_STORE),
                 bigram_keys=bigram_keys if peer_bigram_keys is None else peer_bigram_keys,
             ),
             device=made.prefill_pool,

@@ -12,7 +12,7 @@ from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.inside import runtime_of
 from tests.support.parallel_instances import PAGE_SIZE, POOL_PAGES, Model, Place, RankPools
-from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
+from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP, PATIENT_STORE
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -20,6 +20,7 @@ from tidekv import (
     LoopbackTransport,
     PrefillConfig,
     PrefillPeer,
+    PromptStoreSettings,
     RankGroup,
     ReadyRequest,
 )
@@ -49,6 +50,7 @@ class PrefillRank:
             PrefillConfig(
                 listen=f"prefill-{place.rank}",
                 lease_s=LEASE_S,
+                store=PromptStoreSettings(**PATIENT_STORE),
                 place=RankPlace(
                     rank=place.rank, ranks=place.tp * place.pp, stages=place.pp, kv_heads_total=model.kv_heads_total
                 ),

@@ -22,6 +22,9 @@ With any other policy a request waits for the answer of storage only as long as 
 PATIENT_GROUP: dict[str, Any] = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S}
 """Limits of a `RankGroup` whose ranks share a busy machine."""
 
+PATIENT_STORE: dict[str, Any] = {"hold_s": LIMIT_S}
+"""Settings of a prefill worker's storage on a busy machine, which would not store a prompt after a second."""
+
 
 @asynccontextmanager
 async def expected(what: str, *, limit_s: float = LIMIT_S) -> AsyncIterator[None]:

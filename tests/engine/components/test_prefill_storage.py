@@ -11,7 +11,7 @@ import pytest
 from tests.engine.components.conftest import FULL, SIZE, Worker, component
 from tests.support.configs import engine_config
 from tests.support.placing_storage import PlainStorage
-from tests.support.waits import LEASE_S, PATIENT
+from tests.support.waits import LEASE_S, PATIENT, PATIENT_STORE
 from tidekv import (
     DecodeEngine,
     DevicePool,
@@ -21,6 +21,7 @@ from tidekv import (
     LoopbackTransport,
     PrefillConfig,
     PrefillPeer,
+    PromptStoreSettings,
     Room,
     open_storage,
 )
@@ -56,7 +57,7 @@ async def pair(
         await prefill.serve(room)
 
     peer = PrefillPeer(
-        PrefillConfig(listen="prefill", lease_s=LEASE_S),
+        PrefillConfig(listen="prefill", lease_s=LEASE_S, store=PromptStoreSettings(**PATIENT_STORE)),
         device=pool,
         transport=LoopbackTransport("prefill-0", network),
         components=theirs,
