@@ -34,12 +34,15 @@ FIRST_PAGE_MEMORY_BYTES = 320
 
 
 class Prompt:
-    """Packed tokens of one prompt, and the storage keys of its first pages as far as they were needed."""
+    """Packed tokens of one prompt, and the storage keys of its first pages as far as they were needed. `behind`: the
+    tokens after them that are known, which with bigrams name a last page that the prompt fills.
+    """
 
-    __slots__ = ("_digests", "_owner", "packed", "seed")
+    __slots__ = ("_digests", "_owner", "behind", "packed", "seed")
 
-    def __init__(self, owner: PromptKeys, packed: bytes, seed: bytes) -> None:
+    def __init__(self, owner: PromptKeys, packed: bytes, seed: bytes, behind: bytes = b"") -> None:
         self.packed = packed
+        self.behind = behind
         self.seed = seed
         """Start of the chain of keys: see `namespace_seed`."""
         self._owner = owner
@@ -47,28 +50,28 @@ class Prompt:
 
     def extend(self, packed: bytes) -> None:
         """Replace the tokens by longer ones that begin with the present ones."""
-        self.packed = packed
+        self.packed, self.behind = packed, b""
 
     async def digests(self, first: int, count: int) -> list[bytes]:
         """Return the storage keys of pages [first, first + count), all of which the tokens fill.
 
         Only pages that neither this prompt nor its owner knows are hashed, in a thread if they are many.
         """
-        end = first + count
+        end, named = first + count, self.packed + self.behind
         if not self._digests:
-            self._digests = self._owner.known(self.seed, self.packed)
+            self._digests = self._owner.known(self.seed, named)
         start = len(self._digests)
         while (known := len(self._digests)) < end:
             prefix = self._digests[-1] if known else self.seed
             page_keys = self._owner.page_keys
-            hash_pages = partial(page_keys.digests, self.packed, first=known, end=end, prefix=prefix)
+            hash_pages = partial(page_keys.digests, named, first=known, end=end, prefix=prefix)
             is_short = (end - known) * page_keys.key_bytes <= HASH_INLINE_BYTES
             digests = hash_pages() if is_short else await asyncio.to_thread(hash_pages)
             # Another call may have hashed the same pages while this one was in its thread.
             if len(self._digests) == known:
                 self._digests += digests
         if len(self._digests) > start:
-            self._owner.remember(self.seed, self.packed, self._digests)
+            self._owner.remember(self.seed, named, self._digests)
         return self._digests[first:end]
 
 
@@ -89,9 +92,9 @@ class PromptKeys:
     def __len__(self) -> int:
         return sum(len(prompts) for prompts in self._recent.values())
 
-    def prompt(self, packed: bytes, seed: bytes) -> Prompt:
-        """Return a prompt with these tokens, whose chain of keys begins with `seed`."""
-        return Prompt(self, packed, seed)
+    def prompt(self, packed: bytes, seed: bytes, behind: bytes = b"") -> Prompt:
+        """Return a prompt with these tokens, whose chain of keys begins with `seed`. `behind`: see Prompt."""
+        return Prompt(self, packed, seed, behind)
 
     def known(self, seed: bytes, packed: bytes) -> list[bytes]:
         """Return the remembered keys of the first pages of a prompt; the caller owns the list."""

@@ -140,9 +140,10 @@ class Arrivals:
         namespace = join_namespaces(config.namespace, request.namespace, request.lora_name)
         if request.key_seed is not None:
             namespace = namespace_of_seed(request.key_seed)
-        prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
+        behind = b"" if request.next_token is None else pack_tokens([request.next_token])
+        prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace), behind)
         page_keys = runtime.prompt_keys.page_keys
-        keys = page_keys.of(packed)
+        keys = page_keys.of(packed + behind, len(packed) // TOKEN_BYTES)
         within_s = config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now_s = runtime.front.clock()
         lent = dict(lent_pages or {})

@@ -154,6 +154,11 @@ class DecodeEngine:
             raise InvalidRequest(
                 f"request {request.request_id!r}: prefill names no address; only restore_into goes without one"
             )
+        if request.next_token is not None:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: next_token is for restore_into; behind a prompt that is restored into "
+                "pages of the engine comes the token that prefill samples"
+            )
         self._arrivals.check_reachable(request, packed)
         if request.session:
             self._hints.sessions.note(

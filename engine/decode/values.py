@@ -85,6 +85,10 @@ class DecodeRequest:
     further one. Windows and records are in place with the first layer. With ranks, a layer is in place once all ranks
     have it; the same on all ranks.
     """
+    next_token: Count | None = None
+    """Token behind `tokens`, if the caller knows it: with `bigram_keys` it names a last page that the prompt fills,
+    which host memory and storage may then serve. For `restore_into` only.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, where="" if not isinstance(self.request_id, str) else f"request {short(self.request_id)}: ")

@@ -46,6 +46,18 @@ async def test_remembered_keys_are_those_that_hashing_gives(asked: list[tuple[li
         assert owner.known(seed, prompt) == plain
 
 
+@given(PROMPTS, st.sampled_from((1, 2)), st.booleans())
+async def test_a_token_behind_a_prompt_names_a_last_page_that_it_fills(
+    tokens: list[int], behind: int, bigrams: bool
+) -> None:
+    keys, known = PageKeys(2, bigrams=bigrams), pack_tokens([*tokens, behind])
+    prompt = PromptKeys(keys).prompt(pack_tokens(tokens), b"", pack_tokens([behind]))
+    full = len(tokens) // 2
+    assert await prompt.digests(0, full) == page_digests(known, 2, bigrams=bigrams)[:full]
+    prompt.extend(known)
+    assert prompt.behind == b"", "it is the prompt's"
+
+
 async def test_a_turn_hashes_only_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 

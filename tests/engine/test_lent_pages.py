@@ -189,6 +189,14 @@ async def test_a_caller_that_would_begin_early_is_refused_by_name(make_pair) -> 
         await pair.assert_nothing_held()
 
 
+async def test_a_token_behind_the_prompt_is_for_pages_that_are_lent(make_pair) -> None:
+    async with make_pair() as pair:
+        request = dataclasses.replace(pair.request("r1", PROMPT), next_token=5)
+        with pytest.raises(InvalidRequest, match="next_token is for restore_into"):
+            await pair.engine.restore(request)
+        await pair.assert_nothing_held()
+
+
 async def test_calls_of_the_other_mode_and_wrong_pages_are_refused_by_name(make_pair) -> None:
     async with make_pair(device="lent") as pair:
         with pytest.raises(InvalidRequest, match=r"restore needs config\.device to be 'owned'"):

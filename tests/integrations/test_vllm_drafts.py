@@ -185,9 +185,31 @@ def test_a_block_is_kept_once_the_token_after_it_is_known(start: Start, known: l
     assert decode.counts == {"offer_pages_written": kept}
 
 
-def test_a_prompt_without_a_prefill_is_computed(start: Start) -> None:
-    decode = start("kv_consumer", lookup_timeout_s=LIMIT_S)
-    assert decode.add(request_of("d", PROMPT, None), PLACES) == 0
+@pytest.mark.parametrize("source", ["l2", "l3"])
+@pytest.mark.parametrize(("behind", "found"), [(1, 4), (9, 3)], ids=["goes on", "goes on otherwise"])
+def test_a_prompt_without_a_prefill_gets_the_blocks_that_were_computed_for_it(
+    start: Start, tmp_path: Path, source: str, behind: int, found: int
+) -> None:
+    settings = {"uri": f"file:{tmp_path}/store?capacity=16MB", "lookup_timeout_s": LIMIT_S}
+    decode = start("kv_consumer", **settings)
+    decode.add(request_of("own", PROMPT, None), PLACES)
+    decode.step_until(lambda: decode.ask("own", PLACES) == 0)
+    decode.compute("own", chunk=100)
+    decode.finish("own")
+    decode.step_until(lambda: decode.freed)
+    if source == "l3":
+        decode.worker.connector_worker.decodes[0].engine.wait_settled()
+        decode.close()
+        decode = start("kv_consumer", **settings)
+    decode.overwrite(OTHERS)
+    # Prompts that end soon behind the last full block, and ones that have further blocks.
+    tokens, blocks = [*PROMPT[:FULL], behind, *range(500, 500 + BLOCK)], OTHERS[:found]
+    assert decode.add(request_of("again", tokens, None), blocks, computed=BLOCK) is None
+    decode.step_until(lambda: decode.ask("again", blocks, computed=BLOCK))
+    decode.step_until(lambda: decode.loaded)
+    assert not decode.invalid
+    assert decode.holds("again", tokens[: found * BLOCK], first=BLOCK, next_token=tokens[found * BLOCK])
+    assert decode.counts[f"restore_tokens_{source}"] == (found - 1) * BLOCK
 
 
 @pytest.mark.parametrize("drafts", [("eagle", None), (None, "eagle"), ("draft_model", "eagle")])

@@ -63,9 +63,9 @@ class BlockGroups:
     @property
     def can_look_up(self) -> bool:
         """Whether a prompt is served up to any full block. Of windows and states, what is kept ends where a prompt has
-        ended; and with pairs a restore that ends with a block has no name for it.
+        ended.
         """
-        return not self.components and not self.bigram_keys
+        return not self.components
 
     @property
     def has_states(self) -> bool:

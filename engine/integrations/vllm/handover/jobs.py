@@ -39,7 +39,8 @@ class RestoreJob:
     `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas; empty if host memory and
     storage are to serve all of it. `blocks` are those of all tokens; the first `have_tokens` tokens, whole blocks, are
     valid and stay as they are. `tokens` is what is handed over of the prompt, as packed little-endian u32, `prompt` its
-    digest, which prefill compares. `hints`: an envelope with the peers that the request names.
+    digest, which prefill compares. `next_token`: the one behind `tokens`, if blocks are named by pairs and it is known.
+    `hints`: an envelope with the peers that the request names.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class RestoreJob:
     priority: int = 0
     """As the decode engine has it: requests of higher priority come first."""
     hints: Mapping[str, object] | None = None
+    next_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

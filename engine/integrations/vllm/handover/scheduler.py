@@ -313,6 +313,7 @@ class DecodeScheduler:
             if not self._groups.components:
                 self._live.begin(request, self._computed[request_id])
         tokens = pack_tokens(request.prompt_token_ids[:handed])
+        is_known = self._groups.bigram_keys and handed < int(request.num_prompt_tokens)
         self._jobs.restores.append(
             RestoreJob(
                 request_id=request_id,
@@ -327,6 +328,7 @@ class DecodeScheduler:
                 names=self._names_of(request, handed // self._block_size),
                 priority=_priority_of(request),
                 hints=fetches_of(request),
+                next_token=int(request.prompt_token_ids[handed]) if is_known else None,
             )
         )
 
@@ -409,7 +411,9 @@ class DecodeScheduler:
         if not self._lookups.is_on or is_short or not self._may_be_restored(request):
             return
         self._lookups.ask(request.request_id)
-        tokens = pack_tokens(request.prompt_token_ids[: blocks * self._block_size])
+        # With pairs the token after the last block names it, too; there is one, since the last token is in no such block.
+        named = blocks * self._block_size + self._groups.bigram_keys
+        tokens = pack_tokens(request.prompt_token_ids[:named])
         self._jobs.lookups.append(LookUpJob(request.request_id, tokens, namespace_of(request, self._reset_salt)))
 
     def _may_be_restored(self, request: Any) -> bool:

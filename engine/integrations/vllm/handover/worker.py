@@ -22,6 +22,7 @@ import msgspec
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, RankPools, wrap_blocks, wrap_records
@@ -245,7 +246,8 @@ class DecodeWorker:
     def restore(self, job: RestoreJob) -> None:
         """Start a restore. Its end is returned by `take_finished` exactly once."""
         if self.events is not None:
-            self.events.name(job.namespace, job.tokens, job.names)
+            behind = b"" if job.next_token is None else pack_tokens([job.next_token])
+            self.events.name(job.namespace, job.tokens + behind, job.names)
         try:
             request = DecodeRequest(
                 request_id=job.room,
@@ -255,6 +257,7 @@ class DecodeWorker:
                 prompt_digest=job.prompt,
                 priority=job.priority,
                 kv_hints=job.hints,
+                next_token=job.next_token,
             )
             ticket = self.engine.restore_into(request, job.blocks, job.have_tokens, component_pages=job.components)
             self._jobs[ticket] = job
