@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROPE = 64
 DRAFT = "draft"
-"""Folder of an EAGLE draft within that of its model."""
+"""Folder of a draft within that of its model."""
+DraftKind = Literal["eagle", "draft_model"]
 SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 
@@ -18,8 +19,9 @@ class ModelShape:
     """Sizes of a Llama, a Gemma 3 with `window`, a Falcon H1 with `has_states`, or a DeepSeek V2 with `latent`.
 
     `window`: every other layer sees that many tokens only. `has_states`: each layer keeps a state beside its KV.
-    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `has_draft`: with an EAGLE
-    draft, of whose tokens three of ten are accepted if it has its KV, and one of a hundred if not. `for_sglang`: with
+    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `draft`: vLLM's name
+    of a draft: of the tokens of "eagle" three of ten are accepted if it has its KV, and one of a hundred if not; those
+    of "draft_model", which has other heads, are the model's own. `for_sglang`: with
     `window` a Mellum, whose windows have a pool of their own in SGLang; with `latent` the configuration that it reads.
     """
 
@@ -32,7 +34,7 @@ class ModelShape:
     window: int | None = None
     has_states: bool = False
     latent: int | None = None
-    has_draft: bool = False
+    draft: DraftKind | None = None
     for_sglang: bool = False
 
     @property
@@ -40,14 +42,15 @@ class ModelShape:
         """Bytes of K and V of one token over all layers, in float32, those of a draft included."""
         if self.latent is not None:
             return self.layers * self.latent * 4
-        layers = self.layers * (2 if self.has_draft else 1)
+        # A draft model has twice the heads.
+        layers = self.layers * {None: 1, "eagle": 2, "draft_model": 3}[self.draft]
         return layers * 2 * self.kv_heads * (self.hidden // self.heads) * 4
 
     @property
     def name(self) -> str:
         """Name of the model's folder."""
         kind = f"-w{self.window}" if self.window else f"-mla{self.latent}" if self.latent else ""
-        kind += ("-states" if self.has_states else "") + ("-draft" if self.has_draft else "")
+        kind += ("-states" if self.has_states else "") + (f"-{self.draft}" if self.draft else "")
         kind += "-sglang" if kind and self.for_sglang else ""
         return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{kind}"
 
@@ -143,8 +146,10 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
                 layer_types=kinds[: shape.layers],
             )
         )
-    if shape.has_draft:
-        _write_draft(path / DRAFT, model)
+    if shape.draft == "eagle":
+        _write_eagle(path / DRAFT, model)
+    elif shape.draft:
+        _write_draft_model(path / DRAFT, model)
     model.to(torch.float32).save_pretrained(path)
     if shape.latent is not None and shape.for_sglang:
         _write_for_sglang(path / "config.json", shape)
@@ -158,7 +163,7 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
     return path
 
 
-def _write_draft(path: Path, model: Any) -> None:
+def _write_eagle(path: Path, model: Any) -> None:
     """Write an EAGLE draft that has the model's own layers, and change the model's embeddings for it.
 
     An EAGLE draft has no norm before its first layer, so embeddings have a root mean square of one. It makes nothing of
@@ -181,6 +186,25 @@ def _write_draft(path: Path, model: Any) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
     save_file({**layers, "fc.weight": fully_connected}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_draft_model(path: Path, model: Any) -> None:
+    """Write the same model with each KV head twice: it computes the same tokens, with blocks of another size."""
+    from copy import deepcopy
+
+    import torch
+    from transformers import LlamaForCausalLM
+
+    config = deepcopy(model.config)
+    heads, config.num_key_value_heads = config.num_key_value_heads, 2 * config.num_key_value_heads
+    draft = LlamaForCausalLM(config)
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            by_head = weight.unflatten(0, (heads, -1))
+            weights[name] = torch.repeat_interleave(by_head, 2, dim=0).flatten(0, 1)
+    draft.load_state_dict(weights)
+    draft.to(torch.float32).save_pretrained(path)
 
 
 def _write_for_sglang(path: Path, shape: ModelShape) -> None:

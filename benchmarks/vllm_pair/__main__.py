@@ -22,7 +22,7 @@ from benchmarks.servers.cluster import Cluster, Figures
 from benchmarks.servers.comparison import as_json, compare, console, main, print_lost, print_progress, right_answers
 from benchmarks.servers.conversations import Load
 from benchmarks.servers.events import STORAGE, STRIKES, Event
-from benchmarks.servers.model import ModelShape, make_model
+from benchmarks.servers.model import DraftKind, ModelShape, make_model
 from benchmarks.servers.table import first_token_table, totals_table
 from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
@@ -98,6 +98,10 @@ def conversations(
         bool,
         typer.Option("--draft", help="Serve the Llama with an EAGLE draft, which drafts three tokens at a time."),
     ] = False,
+    draft_model: Annotated[
+        bool,
+        typer.Option("--draft-model", help="Serve the Llama with a draft model, which has twice the KV heads."),
+    ] = False,
     latent: Annotated[
         int | None,
         typer.Option(
@@ -138,7 +142,8 @@ def conversations(
         aborts=aborts,
         seed=seed,
     )
-    shape = ModelShape(window=window, has_states=states, latent=latent, has_draft=draft)
+    kind: DraftKind | None = "eagle" if draft else "draft_model" if draft_model else None
+    shape = ModelShape(window=window, has_states=states, latent=latent, draft=kind)
     each = load.conversation_tokens * shape.kv_bytes_per_token
     model = make_model(BUILD, shape)
     options = ServerOptions(
@@ -195,7 +200,7 @@ def conversations(
     figures = asyncio.run(run())
     shown = console()
     shown.print(first_token_table(load, figures))
-    shown.print(totals_table(figures, titles=SOURCES | (DRAFTED if draft else {}), ours="vllm:tidekv_"))
+    shown.print(totals_table(figures, titles=SOURCES | (DRAFTED if kind else {}), ours="vllm:tidekv_"))
     print_lost(figures)
     if json_file is not None:
         report = {"about": about("python3 dev.py vllm"), "figures": [as_json(one) for one in figures]}

@@ -68,8 +68,8 @@ class ServerOptions:
 
 def model_options(model: Path, shape: ModelShape, prompt_tokens: int) -> dict[str, Any]:
     """Return what a model needs in vLLM, as fields of `ServerOptions`."""
-    if shape.has_draft:
-        draft = {"method": "eagle", "model": str(model / DRAFT), "num_speculative_tokens": 3}
+    if shape.draft:
+        draft = {"method": shape.draft, "model": str(model / DRAFT), "num_speculative_tokens": 3}
         return {"further": (f"--speculative-config={json.dumps(draft)}",)}
     if shape.has_states:
         # With prefix caching a plain server on a CPU ends with its first long prompt, in Mamba2's mixer: the kernel

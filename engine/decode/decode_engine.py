@@ -156,8 +156,8 @@ class DecodeEngine:
             )
         if request.next_token is not None:
             raise InvalidRequest(
-                f"request {request.request_id!r}: next_token is for restore_into; behind a prompt that is restored into "
-                "pages of the engine comes the token that prefill samples"
+                f"request {request.request_id!r}: next_token is for restore_into; in pages of the engine the token "
+                "behind a prompt is the one that prefill samples"
             )
         self._arrivals.check_reachable(request, packed)
         if request.session:

@@ -31,6 +31,7 @@ from tests.support.vllm_contract import (
     KVConnectorRole,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     Vllm,
     configs_of,
     cpu_attn_reshape_and_cache,
@@ -216,6 +217,10 @@ def _configured(uri: str, role: KVConnectorRole) -> tuple[Any, KVConnectorRole, 
         (
             {"further": [SlidingWindowSpec()]},
             r"in 2 groups \(FullAttentionSpec, SlidingWindowSpec\).* --disable-hybrid-kv-cache-manager",
+        ),
+        (
+            {"spec": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": FullAttentionSpec(num_kv_heads=1)})},
+            "KV of layers with other heads .* the hand-over role",
         ),
         ({"has_kv": False}, r"in 0 groups \(none\)"),
         ({"spec": SlidingWindowSpec()}, "KV of SlidingWindowSpec .*: serve this model without this connector"),

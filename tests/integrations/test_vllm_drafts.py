@@ -106,6 +106,36 @@ def test_a_draft_that_reads_the_models_states_alone_hits_as_the_model_does(start
     assert decode.counts["restore_tokens_l2"] == FULL
 
 
+@pytest.mark.parametrize("draft", ["eagle", "draft_model"])
+@pytest.mark.parametrize("source", ["l2", "l3"])
+def test_a_draft_with_other_heads_than_the_model_is_handed_over_and_kept(
+    start: Start, tmp_path: Path, draft: str, source: str
+) -> None:
+    options = {"draft": draft, "draft_heads": 1}
+    prefill, uri = start("kv_producer", **options), f"file:{tmp_path}/store?capacity=16MB"
+    decode = start("kv_consumer", uri=uri, events=True, **options)
+    assert restored(decode, prefill, "first", PROMPT)
+    if source == "l3":
+        decode.close()
+        decode = start("kv_consumer", uri=uri, **options)
+    assert restored(decode, prefill, "longer", [*PROMPT, 9])
+    assert decode.counts[f"restore_tokens_{source}"] == FULL
+    if source == "l2":
+        assert {event.kv_cache_spec_kind for batch in decode.published for event in batch} == {"full_attention"}
+
+
+@pytest.mark.parametrize("other", [{}, {"draft_heads": 2}], ids=["equal heads", "further heads"])
+def test_ends_whose_drafts_have_other_heads_refuse_each_other(
+    start: Start, caplog: pytest.LogCaptureFixture, other: dict[str, int]
+) -> None:
+    prefill, decode = start("kv_producer", draft_heads=1), start("kv_consumer", **other)
+    prefill.add(request_of("p", PROMPT, {"do_remote_decode": True}), PLACES)
+    decode.add(request_of("d", PROMPT, prefill.answer("p", chunk=12)), OTHERS)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.invalid
+    assert "differs in" in caplog.text
+
+
 # By position: the blocks with the last 16 tokens of a window, and the last record of a state.
 BESIDE = [SlidingWindowSpec(), MambaSpec()]
 FURTHER = [[0, 0, 9, 8, 6], [0, 0, 0, 0, 4]]

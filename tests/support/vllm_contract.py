@@ -270,6 +270,14 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 @dataclass
+class UniformTypeKVCacheSpecs:
+    """That of a group whose layers differ, such as those of a model and of a draft with other heads."""
+
+    kv_cache_specs: dict[str, Any]
+    block_size: int = BLOCK
+
+
+@dataclass
 class MambaSpec:
     block_size: int = BLOCK
 

@@ -23,8 +23,10 @@ from tests.support.vllm_contract import (
     LAYERS,
     NAMES,
     AllBlocksCleared,
+    FullAttentionSpec,
     KVConnectorRole,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     configs_of,
     joined_events,
     names_of,
@@ -129,19 +131,22 @@ class HandoverVllm:
         enqueue: Callable[[Callable[[], None]], None] | None = None,
         further: Sequence[Any] = (),
         draft: str | None = None,
+        draft_heads: int = 0,
         **handover: Any,
     ):
         """`events`: vLLM publishes KV events; those of the connector are in `published`, by step.
 
         `further`: descriptions of groups of blocks behind the first one, windows and states, in the same memory.
 
-        `draft`: the method of a draft, whose layer is the last one of the full KV.
+        `draft`: the method of a draft, whose layer is the last one of the full KV. `draft_heads`: heads of that layer,
+        if they are not as many as the model's.
 
         `enqueue`: puts work of the model on its stream, of a device that has one; the work may run later.
         """
         self.role = role
         self.enqueue = enqueue or (lambda work: work())
-        self.heads = heads
+        self.heads_of = [heads] * (LAYERS - 1) + [draft_heads or heads]
+        """Heads by layer."""
         ranks = tensor_parallel
         sends, receives = role != "kv_consumer", role != "kv_producer"
         if sends:
@@ -150,7 +155,10 @@ class HandoverVllm:
             handover.setdefault("dials", ["127.0.0.1:*"])
             handover.setdefault("recompute_threshold", 0)  # Prompts of tests are short.
             handover.setdefault("lookup_timeout_s", 0)
-        all_configs = []
+        all_configs, spec = [], None
+        if draft_heads:
+            layers = zip(NAMES, self.heads_of, strict=True)
+            spec = UniformTypeKVCacheSpecs({name: FullAttentionSpec(num_kv_heads=count) for name, count in layers})
         for rank in range(ranks):
             configs = configs_of(
                 "",
@@ -167,14 +175,18 @@ class HandoverVllm:
                 speculative=None if draft is None else speculative_of(draft),
                 kv_events=SimpleNamespace(enable_kv_cache_events=True) if events else None,
                 further=further,
+                spec=spec,
             )
             configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
             all_configs.append(configs)
-        shape = (LAYERS, BLOCKS, heads, BLOCK, 2 * DIM) if is_head_first else (LAYERS, BLOCKS, BLOCK, heads, 2 * DIM)
         self.caches_by_rank = []
         for rank in range(ranks):
-            stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed)).to(device)
-            self.caches_by_rank.append([layer if is_head_first else layer.transpose(1, 2) for layer in stored])
+            noise, caches = torch.Generator().manual_seed(100 * rank + seed), []
+            for count in self.heads_of:
+                inner = (count, BLOCK) if is_head_first else (BLOCK, count)
+                layer = torch.randn((BLOCKS, *inner, 2 * DIM), generator=noise).to(device)
+                caches.append(layer if is_head_first else layer.transpose(1, 2))
+            self.caches_by_rank.append(caches)
         self.further = list(further)
         self.has_next_token_draft = draft in NEXT_TOKEN_DRAFTS
         self.tables: dict[str, list[int]] = {}
@@ -369,7 +381,7 @@ class HandoverVllm:
 
     def _kv_of(self, tokens: Sequence[int], layer: int, rank: int) -> torch.Tensor:
         is_draft = self.has_next_token_draft and layer == LAYERS - 1
-        return (draft_kv_of if is_draft else kv_of)(tokens, layer, rank, heads=self.heads)
+        return (draft_kv_of if is_draft else kv_of)(tokens, layer, rank, heads=self.heads_of[layer])
 
     def _table(self, name: str) -> tuple[list[int], ...]:
         return (list(self.tables[name]), *map(list, self.further_tables.get(name, ())))
@@ -402,7 +414,7 @@ class HandoverVllm:
             for layer, cache in enumerate(self._views(self.caches_by_rank[rank], spec)):
                 tokens, last = request.prompt_token_ids, first + count
                 if isinstance(spec, SlidingWindowSpec):
-                    kv = kv_of(tokens, layer + LAYERS * group, rank, heads=self.heads).to(cache.device)
+                    kv = kv_of(tokens, layer + LAYERS * group, rank, heads=self.heads_of[layer]).to(cache.device)
                     self.enqueue(partial(_fill, cache, kv, blocks, range(first, last)))
                 else:
                     cache[blocks[-1]] = state_of(tokens[:last], layer)

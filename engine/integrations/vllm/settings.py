@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
+from typing import Any, Final, TypeVar  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
 
 import msgspec
-import torch
 
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.layout import DTYPES, KVLayout
@@ -20,6 +19,7 @@ from tidekv.engine.integrations.vllm.drafts import depends_on_next_token, model_
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown
 
+T = TypeVar("T")
 KINDS: Final = {"FullAttentionSpec": "mha", "MLAAttentionSpec": "mla"}
 """The kind of a page layout by vLLM's name of what a group of layers keeps."""
 HINT: Final = "kv_connector_extra_config"
@@ -162,12 +162,17 @@ def check_shareable(vllm_config: Any) -> None:
 
 def check_one_group(kv_cache_config: Any) -> None:
     """Raise InvalidConfig, which names what they keep, unless all layers have one group of blocks, for all tokens."""
-    specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    specs = [" and ".join(kinds_of(group.kv_cache_spec)) for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1:
         raise InvalidConfig(
             f"KV in {len(specs)} groups ({', '.join(specs) or 'none'}) cannot be shared in the storage role; that of "
             "one group can. With --disable-hybrid-kv-cache-manager vLLM keeps full attention and sliding windows in "
             'one group; the hand-over role ("handover") takes windows with blocks of their own'
+        )
+    if len(layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)) > 1:
+        raise InvalidConfig(
+            "KV of layers with other heads than the first one, as those of a draft may have, cannot be shared in the "
+            'storage role; the hand-over role ("handover") takes it'
         )
     if specs[0] not in KINDS:
         # Behind a window vLLM gives blocks to other requests while a prompt is still computed.
@@ -177,15 +182,26 @@ def check_one_group(kv_cache_config: Any) -> None:
         )
 
 
+def layer_specs(spec: Any) -> list[Any]:
+    """Return the descriptions of a group's layers: several if they differ, as those of a draft may; otherwise one."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return [spec] if layers is None else list(layers.values())
+
+
+def kinds_of(spec: Any) -> list[str]:
+    """Return vLLM's names of what the layers of a group keep."""
+    return sorted({type(each).__name__ for each in layer_specs(spec)})
+
+
 def backends_of(vllm_config: Any, layer_names: tuple[str, ...]) -> set[str]:
     """Return the names of the attention backends of these layers."""
     layers = vllm_config.compilation_config.static_forward_context
     return {layers[name].get_attn_backend().get_name() for name in layer_names if name in layers}
 
 
-def in_order(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors by the numbers in their layers' names: "layers.10.attn" comes after "layers.9.attn"."""
-    return [tensors[name] for name in sorted(tensors, key=_numbers)]
+def in_order(by_layer: Mapping[str, T]) -> list[T]:
+    """Return what layers have, by the numbers in their names: "layers.10.attn" comes after "layers.9.attn"."""
+    return [by_layer[name] for name in sorted(by_layer, key=_numbers)]
 
 
 def _numbers(name: str) -> tuple[tuple[int, ...], str]:

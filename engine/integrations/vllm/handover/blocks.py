@@ -39,7 +39,7 @@ class BlockOrder:
 
 class RankPools(NamedTuple):
     """The blocks of all groups of one rank, as pools over vLLM's tensors: those of the full KV, and of components
-    without host pools. `orders`: of each, in this order.
+    without host pools. `orders`: of each, in this order; several of a pool whose layers have other heads.
     """
 
     full: DevicePool
@@ -52,22 +52,31 @@ class RankPools(NamedTuple):
 
 
 def wrap_blocks(
-    tensors: Sequence[torch.Tensor], *, block_size: int, num_blocks: int, backend: str, part: int = 0, parts: int = 1
-) -> tuple[DevicePool, BlockOrder]:
-    """Return a pool over the tensors of all layers, in order, and the order of a block. Nothing is copied.
+    tensors: Sequence[torch.Tensor],
+    *,
+    block_size: int,
+    num_blocks: int,
+    backends: Sequence[str],
+    part: int = 0,
+    parts: int = 1,
+) -> tuple[DevicePool, tuple[BlockOrder, ...]]:
+    """Return a pool over the tensors of all layers, and the orders of their blocks. Nothing is copied.
 
-    A page is a block of every layer, or of its heads those of part `part` of `parts`. Raises InvalidConfig, which names
-    the layer, for tensors that differ, or whose blocks are not contiguous or cannot be divided.
+    A page is a block of every layer, or of its heads those of part `part` of `parts`. Layers whose blocks are alike are
+    a group of the pool, such as those of the model and those of a draft with other heads. Raises InvalidConfig, which
+    names the layer, for tensors whose blocks are not contiguous or cannot be divided.
     """
-    rows, orders = [], []
-    for number, tensor in enumerate(tensors):
+    alike: dict[tuple[BlockOrder, torch.dtype], list[torch.Tensor]] = {}
+    for number, (tensor, backend) in enumerate(zip(tensors, backends, strict=True)):
         row, order = _rows(tensor, number=number, num_blocks=num_blocks, backend=backend, part=part, parts=parts)
-        rows.append(row)
-        orders.append(order)
-        if order != orders[0] or tensor.dtype != tensors[0].dtype:
-            raise InvalidConfig(
-                f"KV blocks of layer {number} are {order}, those of layer 0 {orders[0]}: they must be equal"
-            )
+        alike.setdefault((order, tensor.dtype), []).append(row)
+    full, *others = (_pool_of(rows, block_size=block_size, num_blocks=num_blocks) for rows in alike.values())
+    joined = DevicePool.join(full, **{f"layers_{at}": pool for at, pool in enumerate(others, 1)}) if others else full
+    return joined, tuple(order for order, _ in alike)
+
+
+def _pool_of(rows: Sequence[torch.Tensor], *, block_size: int, num_blocks: int) -> DevicePool:
+    """Return a pool over layers whose blocks are alike, each [block, elements]."""
     dtype = next((name for name, known in DTYPES.items() if known == rows[0].dtype), None)
     elements = rows[0].shape[1]
     if dtype is None or elements % block_size:
@@ -84,7 +93,7 @@ def wrap_blocks(
         kind="mla",
     )
     pages = [row.view(num_blocks, block_size, 1, elements // block_size) for row in rows]
-    return DevicePool.wrap(pages, None, layout), orders[0]
+    return DevicePool.wrap(pages, None, layout)
 
 
 def wrap_records(tensors: Sequence[torch.Tensor], *, num_blocks: int) -> tuple[DevicePool, BlockOrder]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
 
 from tidekv.engine.integrations.vllm.drafts import depends_on_next_token
-from tidekv.engine.integrations.vllm.settings import KINDS
+from tidekv.engine.integrations.vllm.settings import KINDS, kinds_of, layer_specs
 from tidekv.states.component_specs import ComponentKind
 from tidekv.states.errors import InvalidConfig
 
@@ -88,10 +88,10 @@ def read_groups(kv_cache_groups: Sequence[Any], speculative: Any = None) -> Bloc
     """
     full, components = [], []
     specs = [group.kv_cache_spec for group in kv_cache_groups]
-    names = [type(spec).__name__ for spec in specs]
+    names = [" and ".join(kinds_of(spec)) for spec in specs]
     for number, (group, spec, name) in enumerate(zip(kv_cache_groups, specs, names, strict=True)):
         kind = COMPONENT_KINDS.get(name)
-        if name in KINDS:
+        if KINDS.keys() >= set(kinds_of(spec)):
             full.append(number)
         elif kind is None:
             known = ", ".join((*KINDS, *COMPONENT_KINDS))
@@ -107,7 +107,7 @@ def read_groups(kv_cache_groups: Sequence[Any], speculative: Any = None) -> Bloc
                     layer_names=tuple(group.layer_names),
                     block_size=int(spec.block_size),
                     # vLLM's window includes the token that is computed.
-                    window_tokens=max(int(spec.sliding_window) - 1, 1) if kind == "window" else 0,
+                    window_tokens=max(int(layer_specs(spec)[0].sliding_window) - 1, 1) if kind == "window" else 0,
                 )
             )
     if len(full) != 1:

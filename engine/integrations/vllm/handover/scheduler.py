@@ -411,7 +411,7 @@ class DecodeScheduler:
         if not self._lookups.is_on or is_short or not self._may_be_restored(request):
             return
         self._lookups.ask(request.request_id)
-        # With pairs the token after the last block names it, too; there is one, since the last token is in no such block.
+        # With pairs the token after the last block names it, too. There is one: these blocks lack the last token.
         named = blocks * self._block_size + self._groups.bigram_keys
         tokens = pack_tokens(request.prompt_token_ids[:named])
         self._jobs.lookups.append(LookUpJob(request.request_id, tokens, namespace_of(request, self._reset_salt)))

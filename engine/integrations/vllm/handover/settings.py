@@ -19,7 +19,7 @@ from tidekv.engine.config.engine_config import CachePeerOptions
 from tidekv.engine.integrations.link_settings import LinkSettings
 from tidekv.engine.integrations.vllm.drafts import model_of
 from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_groups
-from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
+from tidekv.engine.integrations.vllm.settings import HINT, check_shareable, kinds_of
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import Count, PositiveCount, SecondsOrZero, host_and_port
 from tidekv.transports.control.addresses import Dials, dialable
@@ -221,7 +221,9 @@ def _read_events(settings: HandoverSettings, vllm_config: Any, kv_cache_config: 
     spec = kv_cache_config.kv_cache_groups[full].kv_cache_spec
     block_size = int(spec.block_size)
     hashed = getattr(kv_cache_config, "hash_block_size", None) or block_size
-    return BlockEvents(EVENT_KINDS[type(spec).__name__], block_size // int(hashed))
+    kinds = {EVENT_KINDS[name] for name in kinds_of(spec)}
+    # As vLLM's events have it.
+    return BlockEvents(kinds.pop() if len(kinds) == 1 else "full_attention", block_size // int(hashed))
 
 
 def _read_settings(extra_config: dict[str, object]) -> HandoverSettings:

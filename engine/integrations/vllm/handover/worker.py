@@ -507,15 +507,16 @@ class HandoverWorker:
     def _wrap(self, kv_caches: Mapping[str, Any], part: int) -> RankPools:
         """Return all groups' blocks of one rank as pools."""
         handover = self._handover
-        full, order = self._wrap_attention(kv_caches, handover.layer_names, part)
-        components, orders = [], [order]
+        full, of_full = self._wrap_attention(kv_caches, handover.layer_names, part)
+        components, orders = [], [*of_full]
         for each in handover.groups.components:
             if each.kind == "window":
-                pool, order = self._wrap_attention(kv_caches, each.layer_names, part)
+                pool, of_window = self._wrap_attention(kv_caches, each.layer_names, part)
+                orders += of_window
             else:
                 tensors = in_order({name: kv_caches[name] for name in each.layer_names})
                 pool, order = wrap_records(tensors, num_blocks=handover.num_blocks)
-            orders.append(order)
+                orders.append(order)
             components.append(
                 ComponentPools(name=each.name, kind=each.kind, window_tokens=each.window_tokens, device=pool)
             )
@@ -523,19 +524,24 @@ class HandoverWorker:
 
     def _wrap_attention(
         self, kv_caches: Mapping[str, Any], names: tuple[str, ...], part: int
-    ) -> tuple[DevicePool, BlockOrder]:
-        backends = sorted(backends_of(self._vllm_config, names))
+    ) -> tuple[DevicePool, tuple[BlockOrder, ...]]:
         tensors = in_order({name: kv_caches[name] for name in names})
-        if len(backends) != 1 or tensors[0].device.type not in ("cpu", "cuda"):
+        backends = in_order({name: "".join(backends_of(self._vllm_config, (name,))) for name in names})
+        if not all(backends) or tensors[0].device.type not in ("cpu", "cuda"):
             raise InvalidConfig(
-                f"KV of {', '.join(backends) or 'no'} attention backends on {tensors[0].device} cannot be handed over;"
-                " that of one backend in host memory or on a CUDA device can"
+                f"KV of {', '.join(sorted(backends_of(self._vllm_config, names))) or 'no'} attention backends on "
+                f"{tensors[0].device} cannot be handed over; that of layers which all have one, in host memory or on a "
+                "CUDA device, can"
             )
+        forms = _Forms()
         return wrap_blocks(
             tensors,
             block_size=self._handover.block_size,
             num_blocks=self._handover.num_blocks,
-            backend=f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0],
+            backends=[
+                f"{CPU_BACKEND} {forms.of(tensor)}" if backend == CPU_BACKEND else backend
+                for tensor, backend in zip(tensors, backends, strict=True)
+            ],
             part=part,
             parts=self._handover.parts,
         )
@@ -636,9 +642,18 @@ class HandoverWorker:
         return ended
 
 
-def _form(tensor: Any) -> str:
-    """Return a digest of the order that CPU_ATTN's kernel gives a block: it depends on processor, dtype and version."""
-    # Only now: it imports vLLM's kernels for CPUs.
-    from tidekv.engine.integrations.vllm.cpu_attn import block_order
+class _Forms:
+    """Digests of the orders that CPU_ATTN's kernel gives blocks: they depend on processor, dtype and version."""
 
-    return sha256(block_order(tensor).numpy().tobytes()).hexdigest()[:16]
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def of(self, tensor: Any) -> str:
+        """Return the digest for a tensor of blocks; each form is determined once."""
+        form = (tuple(tensor.shape[1:]), tensor.stride()[1:], tensor.dtype)
+        if form not in self._known:
+            # Only now: it imports vLLM's kernels for CPUs.
+            from tidekv.engine.integrations.vllm.cpu_attn import block_order
+
+            self._known[form] = sha256(block_order(tensor).numpy().tobytes()).hexdigest()[:16]
+        return self._known[form]
