@@ -127,12 +127,12 @@ def build_llama(shape: ModelShape, device: str | torch.device = "cpu") -> Llama:
 
 def cache_argument(model: Any) -> str:  # Any: `transformers` is optional and is not type-checked.
     """Return the name of the cache among the arguments of a `transformers` model: `cache` from 5.24 on."""
-    return _cache_argument(type(model))
+    return _cache_argument(type(model).forward)
 
 
 @cache
-def _cache_argument(kind: type[Any]) -> str:
-    names = signature(kind.forward).parameters
+def _cache_argument(forward: Callable[..., object]) -> str:
+    names = signature(forward).parameters
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in names)
 
 

@@ -65,7 +65,7 @@ FAULTS: dict[str, str] = {
     "component_write_is_slow": "a remote write of a component's pages takes long",
     "aux_is_slow": "the first token takes long",
     "drain_is_slow": "the message that no write is in flight takes long",
-    "peer_crashes": "prefill dies; writes in flight land or not; it comes back under another epoch",
+    "peer_crashes": "prefill dies; writes in flight arrive or not; it comes back under another epoch",
     "peer_is_partitioned": "prefill is unreachable for a while, and continues to write",
     "frame_repeats": "a frame is delivered twice",
     "frame_is_foreign": "a frame of an unknown room",

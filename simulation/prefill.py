@@ -1,6 +1,6 @@
 """Simulated prefill peers: they write requested pages, refuse, fail, crash, restart and repeat messages.
 
-A peer lives in incarnations (epochs). After a crash it sends nothing more, but its writes in flight still land before
+A peer lives in incarnations (epochs). After a crash it sends nothing more, but its writes in flight still arrive before
 its death is reported. A peer that is cut off for a while continues to write, and receives nothing meanwhile.
 """
 
@@ -104,7 +104,7 @@ class ServedRoom:
         self.cursors: dict[tuple[int, int], int] = {}
         """First page not yet reported to decode, by span and rank."""
         self.unsaid: dict[tuple[int, int, int], tuple[int, bool]] = {}
-        """Chunks that landed before their predecessors, by span, rank and first page."""
+        """Chunks that arrived before their predecessors, by span, rank and first page."""
         self.in_flight = [0] * life.ranks
         self.components_open = [0] * life.ranks
         """Tails that a rank has not written yet; it does not end span 0 before."""
@@ -341,7 +341,7 @@ class Peer:
             self._tell_death(life)
         else:
             room.components_open[rank] -= 1
-            self._say_landed(room, 0, rank)
+            self._report_received(room, 0, rank)
             self._drain(room, rank)
             self._settle(room)
 
@@ -353,7 +353,9 @@ class Peer:
 
     def _finish(self, room: ServedRoom, rank: int) -> None:
         if not room.has_stopped and not room.life.is_dead:
-            self._tell(room, rank, events.AuxLanded(at_s=0, request_id=room.key[0], generation=room.key[1], rank=rank))
+            self._tell(
+                room, rank, events.AuxReceived(at_s=0, request_id=room.key[0], generation=room.key[1], rank=rank)
+            )
 
     def _fail(self, room: ServedRoom) -> None:
         if not room.has_stopped and not room.life.is_dead:
@@ -382,7 +384,7 @@ class Peer:
     # --- Death and partition ---
 
     def crash(self) -> None:
-        """Crash: writes in flight land until the death is reported, and no message is sent any more."""
+        """Crash: writes in flight arrive until the death is reported, and no message is sent any more."""
         world, life = self._world, self.life
         life.is_dead = True
         world.schedule.after(DETECTION_S * self._random.random(), self._tell_lost, life)
@@ -433,13 +435,13 @@ class Peer:
     # --- Messages to decode ---
 
     def _chunk(self, room: ServedRoom, span: int, rank: int, first: int, count: int, *, last: bool) -> None:
-        """Report a chunk that has landed and those that waited for it, in the order of their pages within the span."""
+        """Report a chunk that has arrived and those that waited for it, in the order of their pages within the span."""
         room.unsaid[span, rank, first] = (count, last)
-        self._say_landed(room, span, rank)
+        self._report_received(room, span, rank)
 
-    def _say_landed(self, room: ServedRoom, span: int, rank: int) -> None:
-        while (landed := room.unsaid.get((span, rank, room.cursors[span, rank]))) is not None:
-            count, last = landed
+    def _report_received(self, room: ServedRoom, span: int, rank: int) -> None:
+        while (received := room.unsaid.get((span, rank, room.cursors[span, rank]))) is not None:
+            count, last = received
             if last and span == 0 and room.components_open[rank]:
                 return
             first = room.cursors[span, rank]
@@ -455,7 +457,7 @@ class Peer:
                 )
                 room.refused_ranks.add(rank)
                 return
-            chunk = events.ChunkLanded(
+            chunk = events.ChunkReceived(
                 at_s=0,
                 request_id=room.key[0],
                 generation=room.key[1],

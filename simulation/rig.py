@@ -199,13 +199,13 @@ class Rig:
         last: bool = True,
         rank: int = 0,
     ) -> list[commands.Command]:
-        """Land pages; by default all pages of the span, as its last chunk."""
+        """Receive pages; by default all pages of the span, as its last chunk."""
         if isinstance(asked, commands.SendPromise):
             span, begin = 0, self.pages_of(asked.prompt_tokens) - len(asked.pages)
         else:
             span, begin = asked.span, asked.first
         return self.step(
-            events.ChunkLanded,
+            events.ChunkReceived,
             request_id=asked.request_id,
             generation=asked.generation,
             rank=rank,
@@ -217,7 +217,7 @@ class Rig:
 
     def aux(self, promise: commands.SendPromise, rank: int = 0) -> list[commands.Command]:
         """Deliver the first token."""
-        return self.step(events.AuxLanded, request_id=promise.request_id, generation=promise.generation, rank=rank)
+        return self.step(events.AuxReceived, request_id=promise.request_id, generation=promise.generation, rank=rank)
 
     def drained(self, abort: commands.SendAbort, rank: int = 0) -> list[commands.Command]:
         """Report that a writer has no write of the room in flight any more."""

@@ -149,7 +149,7 @@ class Frames:
         kind = self._random.randrange(2 + may_drain) if span == 0 and first == 0 else 0
         if kind == 0:
             world.tell(
-                events.ChunkLanded(
+                events.ChunkReceived(
                     at_s=at_s,
                     request_id=request_id,
                     generation=generation,
@@ -161,6 +161,6 @@ class Frames:
                 )
             )
         elif kind == 1:
-            world.tell(events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=rank))
+            world.tell(events.AuxReceived(at_s=at_s, request_id=request_id, generation=generation, rank=rank))
         else:
             world.tell(events.RoomDrained(at_s=at_s, request_id=request_id, generation=generation, rank=rank))

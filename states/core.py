@@ -60,10 +60,10 @@ from tidekv.states.records.stages import State
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.guards_and_actions import Actions
-from tidekv.states.request.landing import Landing
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
+from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import PlanSources, Restore
 from tidekv.states.request.table import Rules, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission
@@ -91,8 +91,8 @@ at once would stop the event loop for too long.
 """
 
 MAY_MOVE_ON = (events.Granted, events.PlanDue, events.PromiseSent, events.TransitionRaised)
-"""Events that change what a guard of `PlanDue` or `Progressed` reads, whatever their action finds. Loads, landed pages
-and component pages mark the request themselves if they have changed that; most chunks have not.
+"""Events that change what a guard of `PlanDue` or `Progressed` reads, whatever their action finds. Loads, received
+pages and component pages mark the request themselves if they have changed that; most chunks have not.
 """
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
@@ -158,7 +158,7 @@ class Core:
                 lending=self.lending,
                 lent_ends=LentEnds(self.queue, self.restore, self.lending),
                 rooms=self.rooms,
-                landing=Landing(self.state, self.rooms, self.loads, self.shared_transfers),
+                receiving=Receiving(self.state, self.rooms, self.loads, self.shared_transfers),
                 serving=self.serving,
                 actions=self.actions,
             )
@@ -179,7 +179,7 @@ class Core:
             **dict.fromkeys(events.Outcome.__args__, self._operation_ended),
             events.LayersCopied: self.loads.layers_copied,
             events.PromiseSent: self._promise_sent,
-            **dict.fromkeys((events.ChunkLanded, events.AuxLanded), self._to_room),
+            **dict.fromkeys((events.ChunkReceived, events.AuxReceived), self._to_room),
             events.RoomRefused: self._room_refused,
             events.RoomFailed: self._room_failed,
             events.RoomDrained: self._room_drained,
@@ -344,7 +344,7 @@ class Core:
         else:
             self.fire(room.request, event)
 
-    def _to_room(self, event: events.ChunkLanded | events.AuxLanded) -> None:
+    def _to_room(self, event: events.ChunkReceived | events.AuxReceived) -> None:
         self._fire_at_room(event.request_id, event.generation, event)
 
     def _room_refused(self, event: events.RoomRefused) -> None:
@@ -501,7 +501,7 @@ class Core:
     def hand_over(self) -> None:
         """End the load up to the last received page that another request waits for."""
         load, _ = _pop_first(self.state.progressed_loads)
-        self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
+        self.state.run_guarded(partial(self.shared_transfers.take_received, load))
 
     def move_on(self) -> None:
         """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, if the table has a row for them that holds."""

@@ -198,7 +198,7 @@ class CoreState:
         self.failed_loads: dict[Load, None] = {}
         """Failed loads, into which a waiter extends; without waiters, they are given up."""
         self.progressed_loads: dict[Load, None] = {}
-        """Loads of shared transfers of which pages may have landed that other requests wait for."""
+        """Loads of shared transfers of which pages may have arrived that other requests wait for."""
         self.dirty: dict[Request, None] = {}
         """Requests that have changed and may be able to move on, in order of the change."""
         self.reclaimable_loads: list[Load] = []
@@ -315,7 +315,7 @@ class CoreState:
             self.failed_loads[load] = None
 
     def load_progressed(self, load: Load) -> None:
-        """Note that pages of a shared transfer may have landed that other requests wait for."""
+        """Note that pages of a shared transfer may have arrived that other requests wait for."""
         self.progressed_loads[load] = None
 
     def writers_have_left(self, loads: Iterable[Load]) -> None:

@@ -343,7 +343,7 @@ class PromiseSent(Event, frozen=True, kw_only=True):
     ranks: int
 
 
-class ChunkLanded(Event, frozen=True, kw_only=True):
+class ChunkReceived(Event, frozen=True, kw_only=True):
     """One prefill rank has written pages [first, first + count) of the prompt, for one span of the room.
 
     `last` ends the span for that rank.
@@ -358,7 +358,7 @@ class ChunkLanded(Event, frozen=True, kw_only=True):
     last: bool
 
 
-class AuxLanded(Event, frozen=True, kw_only=True):
+class AuxReceived(Event, frozen=True, kw_only=True):
     """The aux record with the first token has arrived from one prefill rank. The driver keeps the payload."""
 
     request_id: str
@@ -400,7 +400,7 @@ class WriterLost(Event, frozen=True, kw_only=True):
 
 
 class WriterDead(Event, frozen=True, kw_only=True):
-    """A peer is proven dead and its last bytes have landed: it cannot write any more."""
+    """A peer is proven dead and its last bytes have arrived: it cannot write any more."""
 
     writer: str
 
@@ -496,8 +496,8 @@ AnyEvent = (
     | EarlyUseEnded
     | CommandRaised
     | PromiseSent
-    | ChunkLanded
-    | AuxLanded
+    | ChunkReceived
+    | AuxReceived
     | RoomRefused
     | RoomFailed
     | RoomDrained

@@ -101,7 +101,7 @@ class HintRead(Measurement):
         if valid == count:
             self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
         if valid:
-            self.hints.landed(self, valid)
+            self.hints.read_ended(self, valid)
         self.abandon()
         if valid == count:
             self._state.run_guarded(partial(self.hints.read_on, self, self.first + count), recover=lambda: None)
@@ -332,12 +332,12 @@ class Hints:
         return count
 
     def read_on(self, read: HintRead, first: int) -> None:
-        """Go on with a hint whose pages before `first` have landed."""
+        """Go on with a hint whose pages before `first` have arrived."""
         is_same = read.attachment == self._state.index.tree.attachment and self._storage.is_usable
         if is_same and self._first_missing(read.namespace, read.keys) == first < len(read.keys) // self._width:
             self._read(read.namespace, read.keys, first, read.until_s)
 
-    def landed(self, read: HintRead, valid: int) -> None:
+    def read_ended(self, read: HintRead, valid: int) -> None:
         """Enter the first `valid` pages of a read as cached host pages, unless the path to them is gone."""
         state, width = self._state, self._width
         begin = read.first * width

@@ -83,7 +83,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "promise_is_slow": "The local restore goes on meanwhile; no other request waits.",
         "room_is_refused": "The next prefill of the list is tried, in a new generation; after the last one the request "
         "is FAILED with prefill's cause.",
-        "extend_is_refused": "As a refused room; pages that had landed locally are found again by the new match.",
+        "extend_is_refused": "As a refused room; pages that had arrived locally are found again by the new match.",
         "room_fails": "The next prefill or FAILED at once; the pages are in quarantine until every writer has drained.",
         "room_fails_settled": "The next prefill or FAILED; the pages are free at once.",
         "write_is_slow": "The request waits in TRANSFER, up to its own deadline; others are not delayed.",

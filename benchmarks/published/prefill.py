@@ -78,10 +78,10 @@ class PrefillWorker:
     def _send(self, command: commands.SendPromise | commands.SendExtend, span: int, first: int) -> None:
         world = self._world
 
-        def landed() -> None:
+        def written() -> None:
             if not span:
                 world.step(
-                    events.AuxLanded(
+                    events.AuxReceived(
                         at_s=world.schedule.now_s,
                         request_id=command.request_id,
                         generation=command.generation,
@@ -89,7 +89,7 @@ class PrefillWorker:
                     )
                 )
             world.step(
-                events.ChunkLanded(
+                events.ChunkReceived(
                     at_s=world.schedule.now_s,
                     request_id=command.request_id,
                     generation=command.generation,
@@ -103,5 +103,5 @@ class PrefillWorker:
 
         world.link.serve(
             len(command.pages) * world.speeds.page_bytes,
-            lambda: world.schedule.after(world.speeds.message_s, landed),
+            lambda: world.schedule.after(world.speeds.message_s, written),
         )

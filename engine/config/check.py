@@ -34,7 +34,7 @@ def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:
             yield "storage.uri", str(error)
         size = parse_memory(config.cache.l2, what="cache.l2")
         if size.kind != "auto" and size.amount == 0:
-            yield "cache.l2", "storage needs a host pool: its pages land there before they go to the device"
+            yield "cache.l2", "storage needs a host pool: its pages are read into it before they go to the device"
     elif config.storage.options:
         yield "storage.options", "there are options, but storage.uri is empty"
     try:

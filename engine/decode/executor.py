@@ -443,10 +443,10 @@ class Executor:
         first = -(-command.promised_tokens // self._prompt_keys.page_keys.page_size)
         for event in (
             events.PromiseSent(at_s=at_s, request_id=request_id, generation=generation, writer="", ranks=1),
-            events.ChunkLanded(
+            events.ChunkReceived(
                 at_s=at_s, request_id=request_id, generation=generation, rank=0, span=0, first=first, count=0, last=True
             ),
-            events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=0),
+            events.AuxReceived(at_s=at_s, request_id=request_id, generation=generation, rank=0),
         ):
             self._post(event)
 

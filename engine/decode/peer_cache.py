@@ -47,7 +47,7 @@ LOG = engine_log("tidekv.engine")
 def check_peers(options: CachePeerOptions, host: HostPool | None, *, is_rank: bool) -> None:
     """Raise InvalidConfig if the host pool is to be shared with peers, and cannot be."""
     for is_given, what, why in (
-        (host is None, "without a host pool", "pages of peers land there"),
+        (host is None, "without a host pool", "pages of peers are written to it"),
         (is_rank, "with ranks=", "each rank would have to get the same pages"),
     ):
         if options.enabled and is_given:
@@ -259,7 +259,7 @@ class PeerCache:
             if len(pages) * size == room.prompt_tokens:
                 await room.finish(first_token=0)
             else:
-                await room._wait_landed()
+                await room._wait_written()
                 wanted = room.prompt_tokens // size
                 room.fail(PrefillCause.REFUSED.words(f"it has {len(pages)} of the {wanted} pages in host memory"))
         outcome = await room.received()

@@ -111,7 +111,7 @@ class Runtime:
             checked(ranks, RankGroup, "ranks", InvalidConfig)
         check_storage(storage)
         if storage is not None and host is None:
-            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
+            raise InvalidConfig("storage needs a host pool: its pages are read into it before they go to the device")
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         check_components(components, device=device, host=host, is_lent=config.device == "lent")

@@ -115,7 +115,7 @@ class StorageInUse:
         the storage that is in use already.
         """
         if storage is not None and self._runtime.host is None:
-            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
+            raise InvalidConfig("storage needs a host pool: its pages are read into it before they go to the device")
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with self._turn(deadline_s):
             old = self.current

@@ -253,7 +253,7 @@ class PromptLookUp:
     l2: int
     """In host memory, behind those of l1."""
     l3: int
-    """In storage, behind those of l2. A restore fetches of them what its policy expects to land in time."""
+    """In storage, behind those of l2. A restore fetches of them what its policy expects to arrive in time."""
     transfer: int
     """Nowhere here: prefill sends them, or storage was not asked."""
     ready_s: float | None

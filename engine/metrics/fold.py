@@ -93,7 +93,7 @@ class MetricsFold:
         self._calls: dict[int, tuple[str, float]] = {}
         self._component_copies: dict[int, tuple[str, str, int]] = {}
         """By operation: component, what becomes of the pages, and how many."""
-        self._landed: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
         self._event: events.Event | None = None
         self._handlers: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.SendPromise: self._promise,
@@ -120,7 +120,7 @@ class MetricsFold:
         for raised in self.core.state.raises:
             self.raises[raised.rule] += 1
         self._event = event
-        if kind is events.ChunkLanded:
+        if kind is events.ChunkReceived:
             self._chunk(event)  # type: ignore[arg-type]  # Just that.
         elif kind is events.RequestArrived:
             self.arrived += not error
@@ -168,15 +168,15 @@ class MetricsFold:
             self.ready_s.observe(at_s - arrived_at_s)
         elif state is not _FAILED:
             self._since[request_id] = (state, at_s, arrived_at_s)
-        if (state is _PREALLOC or state is _FAILED) and (landed := self._landed.pop(request_id, 0)):
+        if (state is _PREALLOC or state is _FAILED) and (received := self._received.pop(request_id, 0)):
             # Pages that its room delivered stay with the room.
-            self.pages["wasted"] += landed
+            self.pages["wasted"] += received
 
-    def _chunk(self, event: events.ChunkLanded) -> None:
+    def _chunk(self, event: events.ChunkReceived) -> None:
         self.pages["delivered"] += event.count
         request = self.core.request(event.request_id) if event.request_id in self._since else None
         if request is not None and request.generation == event.generation:
-            self._landed[event.request_id] += event.count
+            self._received[event.request_id] += event.count
         else:
             # From a room that was left, or for a request that has ended.
             self.pages["wasted"] += event.count
@@ -224,12 +224,12 @@ class MetricsFold:
         self.cuts[extend_cause(room, command.span, self._event)] += 1
 
     def _ready(self, command: commands.ReportReady) -> None:
-        self._landed.pop(command.request_id, None)
+        self._received.pop(command.request_id, None)
         self.ended["ready"] += 1
         self.tokens.update(command.sources)
 
     def _restored(self, command: commands.ReportRestored) -> None:
-        self._landed.pop(command.request_id, None)
+        self._received.pop(command.request_id, None)
         self.ended[command.cause or "ready"] += 1
         self.tokens.update(command.sources)
 

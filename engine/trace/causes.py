@@ -20,7 +20,7 @@ CONSEQUENCES = {
     "query": "the plan was made without storage",
     "fetch": "the pages were asked of prefill by an extend",
     "peer fetch": "the pages were asked of prefill by an extend",
-    "ahead": "the plan goes by what has landed ahead of it",
+    "ahead": "the plan goes by what has arrived ahead of it",
     "copy": "the pages were asked of prefill by an extend",
     "component copy": "the pages were asked of prefill by an extend",
     "component fetch": "the pages were asked of prefill by an extend",
@@ -115,7 +115,9 @@ def declined_words(request: Request, core: Core) -> str:
     elif cause == "limit":
         limits = ("fetch_pages_in_flight_max", "fetch_pages_per_s")
         detail = ", ".join(f"{name} is {getattr(policy, name):g}" for name in limits if getattr(policy, name))
-        detail = detail or f"at its pace no more lands in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
+        detail = (
+            detail or f"at its pace no more arrives in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
+        )
     elif cause in ("slower", "unmeasured", "copies_slower"):
         detail = "prefetch is soonest"
     tier = "host memory" if cause == "copies_slower" else "storage"

@@ -33,7 +33,7 @@ class Work:
     generation: int = 0
     span: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """Time and page count of each landing of a span."""
+    """Time and page count of each received chunk of a span."""
     ahead: bool = False
     """Whether it was fetched ahead of the request's admission."""
     cause: str = ""

@@ -234,7 +234,7 @@ class RequestTraces:
         self._live[event.request_id] = self._by_number[event.request_number] = request_trace
 
     def _note_event(self, event: events.Event, at_s: float, core: Core) -> None:
-        if isinstance(event, events.ChunkLanded):
+        if isinstance(event, events.ChunkReceived):
             work = self._spans.get((event.request_id, event.generation, event.span))
             if work is not None:
                 work.chunks.append((at_s, event.count))
@@ -279,7 +279,7 @@ class RequestTraces:
         """End the work that the event completes, and the work that the clock or another event cancelled."""
         if isinstance(event, events.ClockAdvanced):
             self._give_up_late(at_s, core)
-        elif isinstance(event, events.ChunkLanded | events.AuxLanded):
+        elif isinstance(event, events.ChunkReceived | events.AuxReceived):
             self._give_up_cut(core)
         op = getattr(event, "op", None)
         work, request_traces = self._open.pop(op, (None, [])) if op is not None else (None, [])

@@ -5,8 +5,8 @@ them, and storage has reported them without a gap. They are read into host pages
 the fetch of a plan would do. The plan adopts a read of exactly the positions that it fetches, so no page is read twice:
 
     read under way  ──adopt──▶ `ComponentFetch` in FETCHING, with the same operation
-    read landed     ──adopt──▶ `ComponentFetch` in COPYING
-    anything else   ──drop───▶ landed pages are free; a read under way keeps its pages until it ends (`LateFetch`)
+    read ended      ──adopt──▶ `ComponentFetch` in COPYING
+    anything else   ──drop───▶ received pages are free; a read under way keeps its pages until it ends (`LateFetch`)
 
 So look-ahead changes when bytes are read and never which ones: a plan that finds other positions fetches as if there
 had been no look-ahead. What storage does not deliver in full or in time is taken out of its answer. Prefill sends it,
@@ -59,7 +59,7 @@ class ComponentAheadRead:
 
     def ended(self, event: Outcome, error: str) -> None:
         """Keep the pages for the request's plan if all of them are valid."""
-        self._lookahead.landed(self.request, self.read, self._storage.fetch_ended(event))
+        self._lookahead.read_ended(self.request, self.read, self._storage.fetch_ended(event))
 
     def late(self) -> None:
         """Give up the read; it continues without its request."""
@@ -147,11 +147,11 @@ class ComponentLookAhead:
 
     # --- Outcomes ---
 
-    def landed(self, request: Request, read: ComponentAhead, valid: int) -> None:
+    def read_ended(self, request: Request, read: ComponentAhead, valid: int) -> None:
         """Take the outcome of a read, whose first `valid` pages are verified. After an exception, `abandon` ends it."""
         count = len(read.positions)
         self._end_read(read)
-        read.has_landed()
+        read.end()
         if valid < count:
             self._state.count("l3_pages_short", count - max(valid, 0))
             self._decline(request, read)
@@ -167,8 +167,8 @@ class ComponentLookAhead:
 
     def abandon(self, request: Request, read: ComponentAhead) -> None:
         """After an exception, continue without a read that has ended. Can be called again."""
-        if not read.is_landed:
-            read.has_landed()
+        if not read.has_ended:
+            read.end()
             self._end_read(read)
         self._decline(request, read)
 
@@ -181,7 +181,7 @@ class ComponentLookAhead:
 
     def give_up(self, request: Request, read: ComponentAhead) -> None:
         """Release a read's host pages, now or when it ends. Safe to call again."""
-        if read.is_landed:
+        if read.has_ended:
             self._index.give_back({read.component: read.host_pages}, "host")
             read.own_host(page_ids())
             self._state.pages_were_freed()
@@ -195,7 +195,7 @@ class ComponentLookAhead:
         """Remove the reads that are fetches of the request's plan now."""
         for read in [read for read in ahead.components.values() if read.is_adopted]:
             # `pages_in_flight` keeps counting their pages, now for a fetch.
-            self._storage.ahead_in_flight -= not read.is_landed
+            self._storage.ahead_in_flight -= not read.has_ended
             ahead.forget_component(read)
 
     def _end_read(self, read: ComponentAhead) -> None:

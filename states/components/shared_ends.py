@@ -87,19 +87,19 @@ class SharedEndCopy:
 class SharedEndWatch:
     """Operation: the watch of a waiter on its sender's transfer. It only ends by its deadline."""
 
-    __slots__ = ("_shared", "landed", "waiter")
+    __slots__ = ("_shared", "progress", "waiter")
 
-    def __init__(self, shared: SharedEnds, waiter: RequestComponents, landed: tuple[int, ...]) -> None:
+    def __init__(self, shared: SharedEnds, waiter: RequestComponents, progress: tuple[int, ...]) -> None:
         self._shared = shared
         self.waiter = waiter
-        self.landed = landed
+        self.progress = progress
         """Progress of the sender when the watch began."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """Never called: there is no command, hence no outcome."""
 
     def late(self) -> None:
-        """Check whether anything has landed meanwhile."""
+        """Check whether anything has arrived meanwhile."""
         self._shared.is_late(self)
 
     def abandon(self) -> None:
@@ -163,7 +163,7 @@ class SharedEnds:
             return None
         return request.namespace, request.prompt_tokens, request.keys[-settings.key_bytes :], request.rest
 
-    # --- Landing ---
+    # --- Receiving ---
 
     def look(self, request: Request) -> None:
         """Hand over what a request's room has brought for others, and watch what it awaits itself.
@@ -324,18 +324,18 @@ class SharedEnds:
 
     def _watch(self, waiter: RequestComponents, wait_s: float) -> None:
         assert waiter.sender is not None
-        watch = SharedEndWatch(self, waiter, _landed(waiter.sender))
+        watch = SharedEndWatch(self, waiter, _progress(waiter.sender))
         self.watches[waiter] = self._state.start_operation(watch, deadline_s=wait_s)
 
     def is_late(self, watch: SharedEndWatch) -> None:
-        """Handle the end of a watch: if nothing has landed since it began, the waiter asks its own prefill. Can be
+        """Handle the end of a watch: if nothing has arrived since it began, the waiter asks its own prefill. Can be
         called again after an exception.
         """
         waiter = watch.waiter
         self._state.operations.pop(self.watches.pop(waiter, 0), None)
         if waiter.sender is None:
             return
-        if _landed(waiter.sender) != watch.landed:
+        if _progress(waiter.sender) != watch.progress:
             self._watch(waiter, self._state.settings.share_wait_s)
             return
         sender = waiter.sender
@@ -343,8 +343,8 @@ class SharedEnds:
         self._pass_on(sender, waiter, "end_sender_slow")
 
 
-def _landed(sender: RequestComponents) -> tuple[int, ...]:
-    """The progress of a sender, which changes whenever something of its end may have landed."""
+def _progress(sender: RequestComponents) -> tuple[int, ...]:
+    """The progress of a sender, which changes whenever something of its end may have arrived."""
     room = None if sender.request is None else sender.request.room
     if room is None:
         return ()

@@ -210,7 +210,7 @@ class ComponentStorage:
         fetch.own_host(read.host_pages)
         component_pages.add_fetch(fetch)
         component_pages.copy_began()
-        if read.is_landed:
+        if read.has_ended:
             fetch.copy(self._copy_in(component_pages, fetch))
             return
         # The read continues under its operation number; only the owner of the outcome changes.

@@ -16,7 +16,7 @@ from tidekv.states.types import FULL
 
 
 class _ExpectedSpan(msgspec.Struct):
-    """One requested span: pages [first, cursor) have landed, [cursor, end) have not."""
+    """One requested span: pages [first, cursor) have arrived, [cursor, end) have not."""
 
     cursor: int
     end: int
@@ -44,7 +44,7 @@ class ReceiverRoom:
         self._component_of[span] = component
         self._spans[component, span] = _ExpectedSpan(first, first + count)
 
-    def land(self, *, span: int, first: int, count: int, last: bool, component: str = FULL) -> None:
+    def receive(self, *, span: int, first: int, count: int, last: bool, component: str = FULL) -> None:
         """Accept prefill's report of a chunk. Raises RemoteProtocolError, and then changes nothing."""
         expected, end = self._spans.get((component, span)), first + count
         wrong = ""

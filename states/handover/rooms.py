@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.component_specs import ComponentPages
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import ChunkLanded, PromiseSent
+    from tidekv.states.events import ChunkReceived, PromiseSent
     from tidekv.states.records.request import RoomKey
 
 
@@ -82,7 +82,7 @@ class Rooms:
         self._draining: dict[RoomKey, Draining] = {}
         self._throughput = ThroughputEstimator()
         self.pages_missing = 0
-        """Full pages that live rooms have asked for and that have not landed from every rank."""
+        """Full pages that live rooms have asked for and that have not arrived from every rank."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -181,8 +181,8 @@ class Rooms:
         queued_pages = self.source_load.queued_pages + count
         return Span(first, count, asked_at_s=self._state.now_s, queued_pages=queued_pages)
 
-    def load_filled_by(self, room: RoomRecord, event: ChunkLanded) -> Load | None:
-        """The load that this chunk completes, or None. Call it before `land`."""
+    def load_filled_by(self, room: RoomRecord, event: ChunkReceived) -> Load | None:
+        """The load that this chunk completes, or None. Call it before `take_chunk`."""
         if not event.last:
             return None
         span, load = room.span_of(event), room.fills.get(event.span)
@@ -191,7 +191,7 @@ class Rooms:
         is_end = event.first + event.count == span.first + span.count
         return load if is_end and len(span.ended) + 1 == room.ranks else None
 
-    def land(self, room: RoomRecord, event: ChunkLanded) -> None:
+    def take_chunk(self, room: RoomRecord, event: ChunkReceived) -> None:
         """Record a chunk.
 
         A chunk that was recorded before is counted and changes nothing. So is one that begins beyond the cursor or
@@ -216,10 +216,10 @@ class Rooms:
             elif event.last:
                 self._state.count("chunks_foreign")
 
-    def land_aux(self, room: RoomRecord, rank: int) -> None:
+    def receive_aux(self, room: RoomRecord, rank: int) -> None:
         """Record that the first token came from one rank. An unknown rank is counted and changes nothing."""
         if 0 <= rank < room.ranks:
-            room.aux_landed(rank)
+            room.aux_received(rank)
         else:
             self._state.count("frames_foreign")
 

@@ -97,7 +97,7 @@ class _Posted(msgspec.Struct):
     first: int
     count: int
     last: bool
-    landed: bool
+    written: bool
     checksums: bytes = b""
 
 
@@ -153,7 +153,7 @@ class SenderRoom:
         self.finished = False
         self.stopped: str | None = None
         self.in_flight = 0
-        self.pages_landed = 0
+        self.pages_written = 0
         self._sources = {FULL: _Source(0, page_ids())}
         self._spans: dict[tuple[str, int], _Span] = {}
         self._refusals: list[SpanRefused] = []
@@ -204,9 +204,9 @@ class SenderRoom:
         return self.finished and all(span.is_posted and not span.posted for span in self._spans.values())
 
     @property
-    def pages_unlanded(self) -> int:
+    def pages_unwritten(self) -> int:
         """Number of requested pages that are not in place, those of components included."""
-        return sum(len(self._held(span.first, span.end)) for span in self._spans.values()) - self.pages_landed
+        return sum(len(self._held(span.first, span.end)) for span in self._spans.values()) - self.pages_written
 
     @property
     def computed_pages(self) -> int:
@@ -343,7 +343,7 @@ class SenderRoom:
                     held, end = held[:pages_max], held[pages_max]
                 span.cursor = end
                 span.is_posted = self._is_final(span) and end == span.end
-                span.posted.append(_Posted(first, end - first, span.is_posted, landed=False))
+                span.posted.append(_Posted(first, end - first, span.is_posted, written=False))
                 self.in_flight += 1
                 source = self._sources[span.component]
                 ours = _picked(source.pages, held, first=source.first)
@@ -351,22 +351,22 @@ class SenderRoom:
                 return WriteJob(span.number, first, ours, theirs, span.component)
         return None
 
-    def settle(self, job: WriteJob, *, landed: bool, checksums: bytes = b"") -> None:
-        """Record the end of a write. Only writes that landed are reported later, with the checksums of their pages."""
+    def settle(self, job: WriteJob, *, written: bool, checksums: bytes = b"") -> None:
+        """Record the end of a write. Only completed writes are reported later, with the checksums of their pages."""
         assert self.in_flight > 0, "a write settles once"
         self.in_flight -= 1
-        if not landed:
+        if not written:
             return
-        self.pages_landed += len(job.our_pages)
+        self.pages_written += len(job.our_pages)
         for posted in self._spans[job.component, job.span].posted:
             if posted.first == job.first:
-                posted.landed = True
+                posted.written = True
                 posted.checksums = checksums
 
     def take_chunks(self) -> list[ChunkReady]:
         """Chunks that can be reported to decode now, in order; each is returned once.
 
-        Chunks of a span that have landed together are merged into one; that usually includes the empty last one.
+        Chunks of a span that were written together are merged into one; that usually includes the empty last one.
         """
         chunks: list[ChunkReady] = []
         if self.stopped is not None:
@@ -376,17 +376,17 @@ class SenderRoom:
             if self.finished and not span.is_posted and span.cursor == span.end:
                 # All pages were posted before prefill finished: an empty chunk marks the end.
                 span.is_posted = True
-                span.posted.append(_Posted(span.end, 0, last=True, landed=True))
-            landed: list[_Posted] = []
-            while span.posted and span.posted[0].landed:
+                span.posted.append(_Posted(span.end, 0, last=True, written=True))
+            written: list[_Posted] = []
+            while span.posted and span.posted[0].written:
                 if span.posted[0].last and span is self._spans.get((FULL, 0)) and not self._are_components_reported:
                     break
-                landed.append(span.posted.popleft())
-            if landed:
-                count = sum(posted.count for posted in landed)
-                checksums = b"".join(posted.checksums for posted in landed)
-                last = landed[-1].last
-                chunks.append(ChunkReady(span.number, landed[0].first, count, last, checksums, span.component))
+                written.append(span.posted.popleft())
+            if written:
+                count = sum(posted.count for posted in written)
+                checksums = b"".join(posted.checksums for posted in written)
+                last = written[-1].last
+                chunks.append(ChunkReady(span.number, written[0].first, count, last, checksums, span.component))
         return chunks
 
     def take_refusals(self) -> list[SpanRefused]:

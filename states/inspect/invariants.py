@@ -470,7 +470,7 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, AheadRead):
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
-            _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
+            _require(not run.has_ended, "a read ahead has arrived, but its operation is in flight")
         elif isinstance(owner, HintPin):
             _require(owner in core.hints.pins and owner.op == op, "an operation belongs to a pin that is over")
         elif isinstance(owner, Share):
@@ -479,7 +479,7 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             is_live = owner.waiter.sender is not None and owner.waiter.request is not None
             _require(is_live, "a request is watched that waits for no other")
         elif isinstance(owner, ComponentAheadRead):
-            is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
+            is_live = owner.read in component_reads and owner.read.op == op and not owner.read.has_ended
             _require(is_live, "an operation belongs to a read of component pages that is over")
     _require(all(offer.reads or offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing")
     from_peers = {load for load in core.loads if load.stage is Stage.FETCHING and load.tier == "peer"}
@@ -495,8 +495,8 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         set(core.storage.fetching) == fetching | of_components,
         "storage counts other loads than those that wait for a fetch",
     )
-    reading = [run for run in runs if not run.is_landed]
-    reading_components = [read for read in component_reads if not read.is_landed]
+    reading = [run for run in runs if not run.has_ended]
+    reading_components = [read for read in component_reads if not read.has_ended]
     late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
     late_of_peers = [owner for owner in late if owner.source is core.peers]
     late = [owner for owner in late if owner.source is core.storage]

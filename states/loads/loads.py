@@ -3,7 +3,7 @@
 A load holds a lock on its destination nodes, and its source: host pages of its own or a pin. Requests whose path runs
 through a load are its waiters and wait for it; nothing else connects them to it. Its stages:
 
-    FETCHING ──landed──▶ COPYING ──done──▶ (ended: ordinary cached pages)
+    FETCHING ───read───▶ COPYING ──done──▶ (ended: ordinary cached pages)
         │ short, late        │ error
         ▼                    ▼
       FAILED ──a waiter with an open room extends into the pages──▶ RECEIVING ──last chunk──▶ (ended)
@@ -12,7 +12,7 @@ through a load are its waiters and wait for it; nothing else connects them to it
       RECLAIMING: no match passes it; the pages are freed when they have no writer and nothing below is in use
 
 The sender of a load in RECEIVING is the request whose room brings its pages. A shared transfer is a load that starts in
-RECEIVING, as a part of its sender's delta, and ends as pages land; see `tidekv.states.loads.shared_transfers`.
+RECEIVING, as a part of its sender's delta, and ends as pages arrive; see `tidekv.states.loads.shared_transfers`.
 
 A fetch past its deadline continues in the background. `LateFetch` keeps its host pages until it ends. Only the copy
 would have written the device pages, so a waiter can extend into them at once. A copy past its deadline may still write
@@ -279,7 +279,7 @@ class Loads:
         """Add a waiter, which waits for the first `page_count` pages of the load."""
         load.add_waiter(request, page_count)
         if load.span is not None:
-            # These pages may have landed already, and no further chunk would report it.
+            # These pages may have arrived already, and no further chunk would report it.
             self._state.load_progressed(load)
 
     def hold(self, load: Load) -> None:
@@ -358,7 +358,7 @@ class Loads:
             self._cut_fetch(load, "transfer_done")
 
     def _fetches_to_keep(self, request: Request) -> int:
-        """Return how many fetches, from the first on, are expected to land sooner than prefill could send the pages."""
+        """Return how many fetches, from the first on, are expected to end sooner than prefill could send the pages."""
         fetches = request.fetches
         if not fetches:
             return 0
@@ -378,7 +378,7 @@ class Loads:
         elif not page_s and len(fetches) == 1:
             # Nothing is known of storage but that it has not brought the first fetch in this time.
             page_s = age_s / first.queued_pages
-        # A fetch lands when everything queued before it, and itself, has been read. One that should have landed by now
+        # A fetch ends when everything queued before it, and itself, has been read. One that should have ended by now
         # takes as long as its own pages do.
         sources = [self._source_of(load) for load in fetches]
         pages_s = [page_s if one is source else one.source_load.page_s for one in sources]
@@ -424,7 +424,7 @@ class Loads:
         if not isinstance(copy, LoadCopy):
             self._state.count("outcomes_late")
         elif copy.load.stage is Stage.COPYING and event.layers > copy.load.layers:
-            copy.load.layers_landed(event.layers)
+            copy.load.layers_copied(event.layers)
             for request in copy.load.waiters:
                 self._state.request_changed(request)
 

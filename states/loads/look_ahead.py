@@ -5,13 +5,13 @@ runs, as a plan would, but to host pages only, and at most `lookahead_pages_max`
 
     [0, first)       pages in the index when look-ahead began. They must all be in host memory, since host pages can
                      only join the tree below host pages; otherwise nothing is fetched ahead.
-    [first, joined)  landed and part of the tree, held there for the request by one pin
-    [joined, end)    `runs`, in order: under way, or landed after a run that is
+    [first, joined)  read and part of the tree, held there for the request by one pin
+    [joined, end)    `runs`, in order: under way, or read after a run that is
 
 Admission does not wait for look-ahead. When the request is admitted, its plan finds [first, joined) on the host like
 other pages and copies them; they count as "l3", since storage brought them for this request. Runs still under way
 become loads of the plan (`tidekv.states.request.plan_fetches`), so no page is read twice. Whatever the plan cannot use
-is released, and so is everything if the request leaves (aborted, failed, sent back): landed pages stay as ordinary
+is released, and so is everything if the request leaves (aborted, failed, sent back): received pages stay as ordinary
 cache, and a read under way keeps its host pages until it ends (`LateFetch`).
 
 Component pages of the prompt's end are read ahead by `tidekv.states.components.look_ahead`, within the same budget.
@@ -58,7 +58,7 @@ class AheadRead:
 
     def ended(self, event: Outcome, error: str) -> None:
         """Enter the verified pages in the tree as host pages."""
-        self._lookahead.landed(self.request, self.run, self._storage.fetch_ended(event))
+        self._lookahead.read_ended(self.request, self.run, self._storage.fetch_ended(event))
 
     def late(self) -> None:
         """Give up the read; it continues without its request."""
@@ -177,7 +177,7 @@ class LookAhead:
 
     # --- Outcomes ---
 
-    def landed(self, request: Request, run: AheadRun, valid: int) -> None:
+    def read_ended(self, request: Request, run: AheadRun, valid: int) -> None:
         """Take the outcome of a read: its first `valid` pages are verified.
 
         After an exception, `abandon` gives back what is left.
@@ -186,7 +186,7 @@ class LookAhead:
         self._end_read(run)
         ahead = request.ahead
         assert ahead is not None
-        run.has_landed()
+        run.end()
         count = len(run.host_pages)
         valid = max(0, min(valid, count))
         if valid == count:
@@ -198,7 +198,7 @@ class LookAhead:
             if valid:
                 state.host.give_back(run.host_pages[valid:])
                 run.own_host(run.host_pages[:valid])
-        while ahead.runs and ahead.runs[0].is_landed:
+        while ahead.runs and ahead.runs[0].has_ended:
             self._join(request, ahead, ahead.runs[0])
         state.pages_were_freed()
 
@@ -212,7 +212,7 @@ class LookAhead:
         self._cut(ahead, ahead.runs.index(run))
 
     def _join(self, request: Request, ahead: Ahead, run: AheadRun) -> None:
-        """Enter a landed run in the tree as host pages, and extend the pin to it."""
+        """Enter a run that has been read in the tree as host pages, and extend the pin to it."""
         index = self._state.index
         width = self._state.settings.key_bytes
         count = len(run.host_pages)
@@ -246,14 +246,14 @@ class LookAhead:
     # --- Ends ---
 
     def usable_runs(self, request: Request) -> list[AheadRun]:
-        """Return the runs that the request's plan may adopt: reads under way, and runs that have landed after one."""
+        """Return the runs that the request's plan may adopt: reads under way, and runs that have arrived after one."""
         return list(request.ahead.runs) if request.ahead is not None and self._storage.is_usable else []
 
     def adopted(self, request: Request, count: int) -> None:
         """Remove the first `count` runs, which are loads of the request's plan now, and the adopted component reads."""
         if request.ahead is not None:
             # `pages_in_flight` keeps counting their pages, now for a load.
-            self._storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
+            self._storage.ahead_in_flight -= sum(not run.has_ended for run in request.ahead.runs[:count])
             request.ahead.forget_runs(count)
             if self._components is not None:
                 self._components.adopted(request.ahead)
@@ -287,7 +287,7 @@ class LookAhead:
         state = self._state
         while len(ahead.runs) > at:
             run = ahead.runs[-1]
-            if not run.is_landed:
+            if not run.has_ended:
                 self._storage.fetch_given_up(run)
                 self._end_read(run)
             else:

@@ -6,11 +6,11 @@ same prefix matches these pages, waits for them as for any other load, and asks 
 
     prompt of A   [ device | ~~~~ A's delta, under load ~~~~~~~~~~~ | last page ]     room of A: all of the delta
     prompt of B   [ device | ~~~~ the same pages ~~~~ | B's delta, under load | ]     room of B: its own rest only
-                             0 ........ landed ->
+                             0 ........ received ->
 
-Pages are handed over as they land. A load ends at the last page that another request waits for and that has landed from
-every prefill rank; the remainder continues as a load of its own. Pages that no other request waits for end with the
-room, so a transfer that fails leaves no unused pages in the tree.
+Pages are given to the requests that wait for them as they arrive. A load ends at the last page that another request
+waits for and that has arrived from every prefill rank; the remainder continues as a load of its own. Pages that no
+other request waits for end with the room, so a transfer that fails leaves no unused pages in the tree.
 
 A waiter does not fail with the sender:
 
@@ -18,8 +18,8 @@ A waiter does not fail with the sender:
   still write. The load receives fresh pages and fails, and its oldest waiter extends into them at once, in its own
   room. Without waiters the pages leave the tree. Without fresh pages the load goes to RECLAIMING, and its waiters
   start over: nothing tells when the writer will have ended.
-- A waiter that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the sender keeps its pages
-  to itself, as if the transfer had never been shared, and the waiter extends into fresh ones.
+- A waiter that waits for nothing else waits at most `share_wait_s` while nothing arrives. Then the sender keeps its
+  pages to itself, as if the transfer had never been shared, and the waiter extends into fresh ones.
 
 Component pages belong to the end of one prompt. Requests with the same end share them by copies
 (`tidekv.states.components.shared_ends`).
@@ -53,7 +53,7 @@ class ShareWatch:
         """Never called: there is no command, hence no outcome."""
 
     def late(self) -> None:
-        """Check whether pages have landed meanwhile."""
+        """Check whether pages have arrived meanwhile."""
         self._shared.is_late(self.load)
 
     def abandon(self) -> None:
@@ -103,16 +103,16 @@ class SharedTransfers:
         # Waiting requests with the same prefix need fewer device pages now.
         self._state.pages_were_freed()
 
-    # --- Landing ---
+    # --- Receiving ---
 
-    def note_landed(self, request: Request, *, is_complete: bool) -> None:
-        """Queue the loads of the request's room from which pages may be handed over, after something has landed."""
+    def note_received(self, request: Request, *, is_complete: bool) -> None:
+        """Queue the loads of the request's room from which pages may be handed over, after something has arrived."""
         for load in request.loads:
             if load.sender is request and load.span is not None and (is_complete or len(load.waiters) > 1):
                 self._state.load_progressed(load)
 
-    def take_landed(self, load: Load) -> None:
-        """End a load up to the last landed page that another request waits for.
+    def take_received(self, load: Load) -> None:
+        """End a load up to the last received page that another request waits for.
 
         Can be called again after an exception.
         """
@@ -120,11 +120,11 @@ class SharedTransfers:
         if load.span is None or sender is None or sender.room is None:
             # The sender left after the load was queued.
             return
-        landed, is_complete = load.span.landed(sender.room.ranks), sender.room.is_complete
+        received, is_complete = load.span.received(sender.room.ranks), sender.room.is_complete
         # The sender itself counts only once its room is complete: ending the load page by page for the sender would
         # split nodes for no other request, and would leave pages in the tree if the transfer fails.
         wanted = [count for request, count in load.waiters.items() if request is not sender or is_complete]
-        at = max((count for count in wanted if load.first + count <= landed), default=0)
+        at = max((count for count in wanted if load.first + count <= received), default=0)
         if not at:
             return
         if at < load.page_count:
@@ -213,7 +213,7 @@ class SharedTransfers:
 
     def _watch(self, load: Load, wait_s: float) -> None:
         assert load.sender is not None and load.sender.room is not None and load.span is not None
-        load.note_landed(load.span.landed(load.sender.room.ranks))
+        load.note_received(load.span.received(load.sender.room.ranks))
         load.run_as(self._state.start_operation(ShareWatch(self, load), deadline_s=wait_s))
 
     @staticmethod
@@ -226,7 +226,7 @@ class SharedTransfers:
         return first if request.room is not None and request.room.is_complete else None
 
     def is_late(self, load: Load) -> None:
-        """Handle the end of a watch: if nothing has landed since it began, stop sharing the sender's transfer.
+        """Handle the end of a watch: if nothing has arrived since it began, stop sharing the sender's transfer.
 
         Can be called again after an exception.
         """
@@ -237,7 +237,7 @@ class SharedTransfers:
             return
         if not any(self.waits_for(request) is load for request in load.waiters):
             return
-        moves = load.span.landed(sender.room.ranks) > load.landed
+        moves = load.span.received(sender.room.ranks) > load.received
         if moves or not self._make_private(sender):
             self._watch(load, self._state.settings.share_wait_s)
 

@@ -233,7 +233,7 @@ class Agreement:
             operation.receive(vote_vector, self.rank, event)
             return
         of_room = cast(
-            "events.PromiseSent | events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed"
+            "events.PromiseSent | events.ChunkReceived | events.AuxReceived | events.RoomRefused | events.RoomFailed"
             " | events.RoomDrained",
             event,
         )
@@ -244,10 +244,10 @@ class Agreement:
         match of_room:
             case events.PromiseSent():
                 room.sent(vote_vector, of_room)
-            case events.ChunkLanded():
-                room.land(vote_vector, of_room)
-            case events.AuxLanded(rank=rank):
-                room.land_aux(vote_vector, rank)
+            case events.ChunkReceived():
+                room.receive(vote_vector, of_room)
+            case events.AuxReceived(rank=rank):
+                room.receive_aux(vote_vector, rank)
             case events.RoomRefused(cause=cause):
                 room.fail(vote_vector, self.rank, REFUSED, cause)
             case events.RoomFailed(settled=settled, cause=cause):

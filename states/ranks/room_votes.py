@@ -45,7 +45,7 @@ class SpanProgress:
         """The first page of the span in the prompt."""
         return self._first
 
-    def land(self, event: events.ChunkLanded) -> None:
+    def receive(self, event: events.ChunkReceived) -> None:
         """Record a chunk, if it follows the last one of its writer."""
         cursor = self._cursors.get(event.rank, self._first)
         end = self._first + self._count
@@ -116,14 +116,14 @@ class RoomVote:
         self.writer, self._ranks = event.writer, event.ranks
         self._update(vote_vector)
 
-    def land(self, vote_vector: VoteVector, event: events.ChunkLanded) -> None:
+    def receive(self, vote_vector: VoteVector, event: events.ChunkReceived) -> None:
         """Record a chunk; one of an unknown span or writer changes nothing."""
         if 0 <= event.span < len(self._spans) and 0 <= event.rank < self._ranks:
             span = self._spans[event.span]
-            span.land(event)
+            span.receive(event)
             vote_vector.set(span.slot, span.value(self._ranks))
 
-    def land_aux(self, vote_vector: VoteVector, rank: int) -> None:
+    def receive_aux(self, vote_vector: VoteVector, rank: int) -> None:
         """Record that the first token has come from one writer."""
         if 0 <= rank < self._ranks:
             self._aux_from.add(rank)
@@ -176,7 +176,7 @@ class RoomVote:
             before_span, span.reported = span.reported, vote_vector.agreed(span.slot)
             if span.reported != before_span:
                 decided.append(
-                    events.ChunkLanded(
+                    events.ChunkReceived(
                         at_s=at_s,
                         request_id=self.request_id,
                         generation=self.generation,
@@ -188,7 +188,9 @@ class RoomVote:
                     )
                 )
         if before < UNSENT + 2 == value:
-            decided.append(events.AuxLanded(at_s=at_s, request_id=self.request_id, generation=self.generation, rank=0))
+            decided.append(
+                events.AuxReceived(at_s=at_s, request_id=self.request_id, generation=self.generation, rank=0)
+            )
         return decided
 
     def close(self, vote_vector: VoteVector) -> None:

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 class LookAheadRead(Read):
     """A read that a request does not wait for yet."""
 
-    __slots__ = ("is_landed",)
+    __slots__ = ("has_ended",)
 
     def __init__(self, host_pages: PageIds) -> None:
         super().__init__(host_pages)
-        self.is_landed = False
+        self.has_ended = False
 
-    def has_landed(self) -> None:
+    def end(self) -> None:
         """Note that the read has ended."""
-        self.is_landed = True
+        self.has_ended = True
 
 
 class AheadRun(LookAheadRead):

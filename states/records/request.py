@@ -39,7 +39,7 @@ from tidekv.states.types import FULL, PageIds, page_ids, without
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.states.events import ChunkLanded, RequestArrived
+    from tidekv.states.events import ChunkReceived, RequestArrived
     from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
     from tidekv.states.prefix.index import PrefixIndex, Receipt
     from tidekv.states.prefix.node import Node
@@ -295,7 +295,6 @@ class Load:
         "host_pages",
         "is_damaged",
         "is_drained",
-        "landed",
         "layers",
         "lent",
         "lock",
@@ -304,6 +303,7 @@ class Load:
         "overdue_at_s",
         "pin",
         "queued_pages",
+        "received",
         "sender",
         "source",
         "span",
@@ -349,8 +349,8 @@ class Load:
         """The request whose room brings the pages, in stage RECEIVING."""
         self.span: Span | None = None
         """For a shared transfer, span 0 of the sender's room. None for an extend, and outside of RECEIVING."""
-        self.landed = 0
-        """End of the landed part of `span` when the watch on a stalled transfer was last set."""
+        self.received = 0
+        """End of the received part of `span` when the watch on a stalled transfer was last set."""
 
     @property
     def page_count(self) -> int:
@@ -443,7 +443,7 @@ class Load:
         """Note that its copy to the device has begun."""
         self.stage = Stage.COPYING
 
-    def layers_landed(self, layers: int) -> None:
+    def layers_copied(self, layers: int) -> None:
         """Note how many leading layers its copy has brought."""
         self.layers = layers
 
@@ -466,9 +466,9 @@ class Load:
             self.op, self.span = 0, None
         self.sender = None
 
-    def note_landed(self, landed: int) -> None:
-        """Note the end of the landed part of its span, at the begin of a watch."""
-        self.landed = landed
+    def note_received(self, received: int) -> None:
+        """Note the end of the received part of its span, at the begin of a watch."""
+        self.received = received
 
     def add_waiter(self, request: Request, page_count: int) -> None:
         """Let a request wait for the first `page_count` pages."""
@@ -558,7 +558,7 @@ class RoomRecord:
         if load not in self.lost:
             self.lost.append(load)
 
-    def aux_landed(self, rank: int) -> None:
+    def aux_received(self, rank: int) -> None:
         """Note that the first token came from this rank."""
         self.aux_from.add(rank)
 
@@ -583,14 +583,14 @@ class RoomRecord:
         """Note that the caller's operation on its pages has ended."""
         self.user_op = 0
 
-    def span_of(self, event: ChunkLanded) -> Span | None:
+    def span_of(self, event: ChunkReceived) -> Span | None:
         """Return the span that a chunk belongs to; None if the room has no such span or rank."""
         known = 0 <= event.span < len(self.spans) and 0 <= event.rank < self.ranks
         return self.spans[event.span] if known else None
 
     @property
     def pages_missing(self) -> int:
-        """Number of full pages that it asked for and that have not landed from every rank."""
+        """Number of full pages that it asked for and that have not arrived from every rank."""
         return sum([span.pages_missing(self.ranks) for span in self.spans if span.component == FULL])
 
     @property
@@ -607,7 +607,7 @@ class RoomRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all spans and the aux records of all ranks have landed."""
+        """Whether all spans and the aux records of all ranks have arrived."""
         return len(self.aux_from) == self.ranks and self.is_written
 
 

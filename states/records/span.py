@@ -1,4 +1,4 @@
-"""Pages that a room asked prefill to write, and how many of them have landed."""
+"""Pages that a room asked prefill to write, and how many of them have arrived."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.types import FULL
 
 if TYPE_CHECKING:
-    from tidekv.states.events import ChunkLanded
+    from tidekv.states.events import ChunkReceived
 
 
 class Span:
@@ -38,11 +38,11 @@ class Span:
         self.first = first
         self.count = count
         self.cursors: dict[int, int] = {}
-        """By rank, the end of what has landed; a rank that has sent nothing has no entry."""
+        """By rank, the end of what has arrived; a rank that has sent nothing has no entry."""
         self.ended: set[int] = set()
         """Ranks that have sent their last chunk."""
 
-    def take(self, event: ChunkLanded) -> None:
+    def take(self, event: ChunkReceived) -> None:
         """Note a chunk that continues the span: the cursor of its rank moves to its end."""
         self.cursors[event.rank] = event.first + event.count
 
@@ -54,7 +54,7 @@ class Span:
         """Note that its writer is known only now: the time to connect is no property of prefill's throughput."""
         self.asked_at_s = at_s
 
-    def continues(self, event: ChunkLanded) -> bool:
+    def continues(self, event: ChunkReceived) -> bool:
         """Whether a chunk begins at its rank's cursor and ends within the span."""
         cursor = self.cursors.get(event.rank, self.first)
         return (
@@ -63,12 +63,12 @@ class Span:
             and event.rank not in self.ended
         )
 
-    def landed(self, ranks: int) -> int:
-        """End of the part that has landed from every rank, as a page of the prompt."""
+    def received(self, ranks: int) -> int:
+        """End of the part that has arrived from every rank, as a page of the prompt."""
         return self.first + self.count - self.pages_missing(ranks)
 
     def pages_missing(self, ranks: int) -> int:
-        """Number of pages that have not landed from every rank."""
+        """Number of pages that have not arrived from every rank."""
         if not ranks or len(self.cursors) < ranks:
             return self.count
         return self.first + self.count - min(self.cursors.values())

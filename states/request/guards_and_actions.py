@@ -52,7 +52,7 @@ def can_plan(request: Request, event: Event) -> bool:
 
 
 def waits_for_storage(request: Request, event: Event) -> bool:
-    """Whether the request is planned and a fetch of its plan has not landed."""
+    """Whether the request is planned and a fetch of its plan has not arrived."""
     if not request.is_planned:
         return False
     # This guard and the next one run on every event of a request; a plain loop is faster than `any`.
@@ -73,7 +73,7 @@ def waits_for_copies(request: Request, event: Event) -> bool:
 
 
 def needs_no_storage(request: Request, event: Event) -> bool:
-    """Whether every fetch has landed or was given up."""
+    """Whether every fetch has arrived or was given up."""
     return not waits_for_storage(request, event)
 
 

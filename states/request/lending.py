@@ -127,7 +127,7 @@ class Lending:
             return
         for span in room.spans:
             pages = lent.full if span.component == FULL else lent.components[span.component]
-            pages.note(span.first, span.landed(room.ranks) - span.first, "transfer")
+            pages.note(span.first, span.received(room.ranks) - span.first, "transfer")
         # Prefill sends what was promised of components before the last chunk of span 0.
         if held is not None and room.ranks and len(room.spans[0].ended) == room.ranks:
             for name, first in held.plan.sent_from.items():

@@ -10,7 +10,7 @@ A plan divides the prompt's pages in three; this module is about the second part
 The plan adopts look-ahead reads as loads, so that no page is read twice:
 
     AheadRun under way               ──adopt──▶ load in FETCHING, with the same operation
-    AheadRun landed, not in the tree ──adopt──▶ load in COPYING from the run's host pages, which are freed after it
+    AheadRun read, not in the tree ──adopt──▶ load in COPYING from the run's host pages, which are freed after it
 
 With components, the same query asks for component pages as well (`tidekv.states.components.storage`). They do not
 change the plan of full pages.
@@ -71,13 +71,13 @@ class Adoption:
         state = self._state
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
         # Registered before the first change, since `_disown` also handles a partial adoption.
-        undo.callback(self._disown, load, run, None if run.is_landed else state.operations[run.op])
+        undo.callback(self._disown, load, run, None if run.has_ended else state.operations[run.op])
         load.add_node(
             state.index.insert_pending(parent, request.namespace, keys, pages, load, priority=request.priority)
         )
         load.own_host(run.host_pages)
         self._loads.hold(load)
-        if run.is_landed:
+        if run.has_ended:
             self._loads.start_copy(load)
         else:
             # The read continues under its operation number; only the owner of the outcome changes.

@@ -594,7 +594,7 @@ class Restore:
         self.leave(request, settled=True)
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
-        """Let a landing or a commit that raised be repeated; the commit then enters nothing in the cache."""
+        """Let the receipt of a chunk or a commit that raised be repeated; the commit then caches nothing."""
         lock = request.held.lock
         joins = request.held.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
         joins = joins and request.lent is None

@@ -61,7 +61,7 @@ raises again:
     state                            first exception                           second            third
     PREALLOC                         no storage; the grant is given back       FAILED
     MATCH, PREFETCH, LOCAL_RESTORE   the plan uses L1, L2 and transfer         L1 and transfer   FAILED
-    TRANSFER                         the landing is repeated; a commit keeps   FAILED
+    TRANSFER                         the receipt is repeated; a commit keeps   FAILED
                                      the pages, and enters none in the tree
     READY                            growth gets no pages; a finish keeps the  FAILED
                                      pages in the tree, without a backup
@@ -110,10 +110,10 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
-from tidekv.states.request.landing import Landing
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.ready import Serving
+from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import Restore
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Rules:
     lending: Lending
     lent_ends: LentEnds
     rooms: Rooms
-    landing: Landing
+    receiving: Receiving
     serving: Serving
     actions: Actions
 
@@ -187,8 +187,8 @@ TRANSITIONS = (
     ),
     # The hand-over, which runs in parallel with the local restore.
     Row(events.PromiseSent, WITH_ROOM, None, before=lambda of: of.rooms.note_writer),
-    Row(events.ChunkLanded, WITH_ROOM, None, before=lambda of: of.landing.land_chunk),
-    Row(events.AuxLanded, WITH_ROOM, None, before=lambda of: of.landing.land_aux),
+    Row(events.ChunkReceived, WITH_ROOM, None, before=lambda of: of.receiving.receive_chunk),
+    Row(events.AuxReceived, WITH_ROOM, None, before=lambda of: of.receiving.receive_aux),
     # Fallback: the same request on fewer tiers, or in a new generation.
     Row(
         events.TransitionRaised,

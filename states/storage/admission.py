@@ -294,7 +294,7 @@ class StorageAdmission(FetchSource):
         request.answer.ask(query.op, first=first, is_awaited=wait_s > 0)
 
     def awaits_measurement(self, request: Request) -> bool:
-        """Whether a request is not planned yet: nothing is known, and the first fetch of all will soon have landed.
+        """Whether a request is not planned yet: nothing is known, and the first fetch of all will soon have arrived.
 
         A plan made now would ask prefill for everything. With a slow prefill that would delay all plans after it.
         """

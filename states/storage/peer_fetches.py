@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PAUSED_MAX: Final = 256
 """Maximum peers remembered as paused; the first ones are forgotten beyond that."""
 STOP_SHARE: Final = 0.8
-"""Share of the time of a fetch after which the driver stops the peer, so that what has landed by then still counts."""
+"""Share of the time of a fetch after which the driver stops the peer, so that what has arrived by then still counts."""
 
 
 class PeerFetches(FetchSource):

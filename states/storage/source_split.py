@@ -10,7 +10,7 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
   measured to be slower than prefill. A page from storage passes host memory, so the slower of both counts.
 - Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
   is recomputed, and prefill is asked for the last part by *extend*. So a storage that has become slower does not delay
-  pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. It is
+  pages that the network delivers sooner; a fetch that should have arrived by then counts in its throughput. It is
   recomputed once more if a fetch that was kept is overdue. The opposite correction is impossible, because nothing may
   be loaded into pages that prefill may be writing to, but the next plan uses the new figures.
 
@@ -117,12 +117,12 @@ def pages_to_load(
 def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -> int:
     """Return how many of the fetches in flight to keep; prefill is asked for the pages of the others.
 
-    `fetches` are in the order of the prompt, each with the seconds until it lands (0: unknown) and its pages.
+    `fetches` are in the order of the prompt, each with the seconds until it ends (0: unknown) and its pages.
     """
     if not link.page_s or not all(lands_s for lands_s, _ in fetches):
         return -(-len(fetches) // 2)
     sent_pages, ready_s = 0, []
-    # All that are kept must land: a fetch that has stalled may be expected after those behind it.
+    # All that are kept must end in time: a fetch that has stalled may be expected after those behind it.
     all_land_s = [0.0, *accumulate((lands_s for lands_s, _ in fetches), max)]
     for keep in range(len(fetches), -1, -1):
         lands_s = all_land_s[keep]

@@ -7,7 +7,7 @@ estimator keeps sums of both, in which an earlier fetch weighs 7/8 of the next o
     page_s  = sum of seconds / sum of pages under way      cost of one more page
     fetch_s = sum of seconds / sum of weights              average duration of a fetch
 
-A plan of `n` pages, with `q` under way already, is expected to land in `(q + n) * page_s`. Many short fetches make
+A plan of `n` pages, with `q` under way already, is expected to end in `(q + n) * page_s`. Many short fetches make
 `page_s` larger than it is for long ones, whose fixed cost is spread over more pages; the first longer fetch corrects
 that, because it weighs by its pages.
 

@@ -37,7 +37,7 @@ def test_every_part_of_a_request_is_counted_and_drawn() -> None:
     profile = uvloop.run(measure(Load(256, 16, 64, TIERS), 3, journal=True))
     calls, instructions = profile.by_part()
     assert instructions.total() == profile.root.total
-    for part in ("journal", "state machine", "arrival", "match", "plan", "promise", "landing", "READY", "finish"):
+    for part in ("journal", "state machine", "arrival", "match", "plan", "promise", "loads", "READY", "finish"):
         assert calls[part] > 0, part
     picture = ElementTree.fromstring(draw(profile, 3, "256 tokens"))
     assert any("Restore.fix_plan" in (title.text or "") for title in picture.iter("{http://www.w3.org/2000/svg}title"))

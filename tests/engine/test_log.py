@@ -213,7 +213,7 @@ def test_a_configuration_that_raises_ends_the_records_of_requests_and_not_the_en
 
 def test_a_lost_peer_is_logged_by_its_name(application: list[dict[str, Any]]) -> None:
     log = CoreLog(Rig().core)
-    log.note_event(events.AuxLanded(at_s=1.0, request_id="a", generation=0, rank=0))
+    log.note_event(events.AuxReceived(at_s=1.0, request_id="a", generation=0, rank=0))
     log.note_event(events.WriterLost(at_s=1.0, writer="prefill.1", cause="no heartbeat"))
     (record,) = application
     assert (record["peer"], record["cause"]) == ("prefill.1", "no heartbeat")

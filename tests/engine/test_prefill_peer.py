@@ -111,8 +111,8 @@ async def test_a_prompt_is_handed_over(network: LoopbackNetwork) -> None:
         assert (room.request_id, room.generation, room.decode_prefix_len) == ("r1", 0, 4)
         await room.send([7, 8], start_token=0)
         await room.finish(first_token=1)
-        await decode.wait(events.AuxLanded)
-        await decode.wait(events.ChunkLanded)
+        await decode.wait(events.AuxReceived)
+        await decode.wait(events.ChunkReceived)
         assert decode.pool.pages[3].tolist() == [24] * PAGE_BYTES
         assert prefill.statistics()["rooms_finished"] == 1
         decode.receiver.received("r1", 0)
@@ -130,7 +130,7 @@ async def test_on_room_is_run_for_each_promise_with_its_tokens(network: Loopback
 
     async with peer(network, on_room=serve) as prefill, Decode(network) as decode:
         decode.promise(prefill.address, tokens=b"abcdefgh" * 4)
-        await decode.wait(events.AuxLanded)
+        await decode.wait(events.AuxReceived)
 
 
 async def test_an_exception_of_on_room_fails_its_room_in_its_own_words(
@@ -178,7 +178,7 @@ async def test_first_tokens_are_checked_where_they_are_given(network: LoopbackNe
                 await room.finish(first_token=token)
         assert not room.is_finished
         await room.finish(first_token=np.int64(999))
-        await decode.wait(events.AuxLanded)
+        await decode.wait(events.AuxReceived)
         assert decode.aux == [999]
         decode.receiver.received("r1", 0)
         decode.promise(prefill.address, "r2", page=4)

@@ -266,12 +266,12 @@ class Play:
             if not room.ranks:
                 self.send_promise(request_id, writer=f"p{room.prefill}")
             if not room.aux_from:
-                self.take(events.AuxLanded, request_id=request_id, generation=room.generation, rank=0)
+                self.take(events.AuxReceived, request_id=request_id, generation=room.generation, rank=0)
             for number, span in enumerate(list(room.spans)):
                 if (room.generation, number) not in sent:
                     sent.add((room.generation, number))
                     self.take(
-                        events.ChunkLanded,
+                        events.ChunkReceived,
                         request_id=request_id,
                         generation=room.generation,
                         rank=0,

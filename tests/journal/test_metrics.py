@@ -34,7 +34,7 @@ def test_live_replayed_and_recounted_metrics_are_the_same(simulate, seed: int) -
     assert counters_of(replayed) == pytest.approx(naive)
     # Nothing is kept of requests that are over.
     assert not again._since or replayer.core.state.requests
-    assert set(again._landed) <= set(replayer.core.state.requests)
+    assert set(again._received) <= set(replayer.core.state.requests)
 
 
 @pytest.mark.parametrize("seed", range(1, 3))

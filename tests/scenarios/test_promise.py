@@ -134,15 +134,15 @@ def test_a_short_read_is_extended_by_what_is_missing_and_no_more(valid: int) -> 
     assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 5 + valid, "transfer": 5 - valid}
 
 
-def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no_other() -> None:
+def test_at_the_deadline_each_run_that_has_not_arrived_is_asked_of_prefill_and_no_other() -> None:
     rig = stored_only(fetch_run_pages=4, prefetch_base_s=1.0)
     rig.arrive("a", TEN)
     rig.answer(rig.take(commands.QueryStorage), 10)
-    landed, late, copying = rig.take_all(commands.FetchPages)
+    first, late, copying = rig.take_all(commands.FetchPages)
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
     rig.fetched(copying)
-    rig.fetched(landed)
+    rig.fetched(first)
     (first_copy, *others) = rig.take_all(commands.CopyPages, target="device")
     rig.copied(first_copy)
     rig.wait_until(5.0)

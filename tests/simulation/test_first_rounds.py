@@ -129,9 +129,9 @@ class Modelled:
             span, first = asked.span, asked.first
         else:
             self.after(0.0, events.PromiseSent, writer="prefill.1", ranks=1, **room)
-            self.after(0.0001, events.AuxLanded, rank=0, **room)
+            self.after(0.0001, events.AuxReceived, rank=0, **room)
         at_s = self.link.serve(self.now_s, count)
-        self.after(at_s, events.ChunkLanded, rank=0, span=span, first=first, count=count, last=True, **room)
+        self.after(at_s, events.ChunkReceived, rank=0, span=span, first=first, count=count, last=True, **room)
 
 
 def rounds(policy: str, *, tokens: int, at_once: int, storage_page_s: float, stall_s: float = 0.0) -> list[float]:

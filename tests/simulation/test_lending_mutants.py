@@ -81,12 +81,12 @@ def pages_to_be_written_again_count_as_good(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
-def a_page_that_has_not_landed_counts_as_received(patch: pytest.MonkeyPatch) -> None:
+def a_page_that_has_not_arrived_counts_as_received(patch: pytest.MonkeyPatch) -> None:
     def note_received(self: Lending, request: Request) -> None:
         if request.lent is not None and request.room is not None:
             for span in request.room.spans:
-                landed = min(span.landed(request.room.ranks) + 1, span.first + span.count)
-                request.lent.full.note(span.first, landed - span.first, "transfer")
+                received = min(span.received(request.room.ranks) + 1, span.first + span.count)
+                request.lent.full.note(span.first, received - span.first, "transfer")
 
     patch.setattr(Lending, "note_received", note_received)
 

@@ -233,7 +233,7 @@ def write_back_names_its_pages_by_the_leaf_alone(patch: pytest.MonkeyPatch) -> N
 def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LookAhead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
-            if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
+            if not run.has_ended and self._state.operations.pop(run.op, None) is not None:
                 self._end_read(run)
         del ahead.runs[at:]
 
@@ -244,7 +244,7 @@ def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
 def look_ahead_frees_host_pages_that_are_still_written(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LookAhead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
-            if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
+            if not run.has_ended and self._state.operations.pop(run.op, None) is not None:
                 self._end_read(run)
             self._state.host.give_back(run.host_pages)
         del ahead.runs[at:]
@@ -282,12 +282,12 @@ def a_namespace_keeps_the_count_of_pages_that_left(patch: pytest.MonkeyPatch) ->
 
 @mutant
 def look_ahead_shows_pages_whose_read_failed(patch: pytest.MonkeyPatch) -> None:
-    original = LookAhead.landed
+    original = LookAhead.read_ended
 
-    def landed(self: LookAhead, request: Request, run: AheadRun, valid: int) -> None:
+    def read_ended(self: LookAhead, request: Request, run: AheadRun, valid: int) -> None:
         original(self, request, run, len(run.host_pages))
 
-    patch.setattr(LookAhead, "landed", landed)
+    patch.setattr(LookAhead, "read_ended", read_ended)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

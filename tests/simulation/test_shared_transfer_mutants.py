@@ -34,15 +34,15 @@ def others_extend_into_pages_that_the_left_room_may_still_write_to(patch: pytest
 
 @mutant
 def what_one_prefill_rank_has_brought_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
-    def landed(self: Span, ranks: int) -> int:
+    def received(self: Span, ranks: int) -> int:
         return max(self.cursors.values(), default=self.first)
 
-    patch.setattr(Span, "landed", landed)
+    patch.setattr(Span, "received", received)
 
 
 @mutant
-def pages_are_handed_over_before_they_have_landed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Span, "landed", lambda self, ranks: self.first + self.count)
+def pages_are_handed_over_before_they_have_arrived(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Span, "received", lambda self, ranks: self.first + self.count)
 
 
 @mutant

@@ -53,8 +53,8 @@ class Worker:
         assert room is not None
         self.step(events.PromiseSent, writer=writer, ranks=1, **name)
         first, count = room.spans[0].first, room.spans[0].count
-        self.step(events.ChunkLanded, rank=0, span=0, first=first, count=count, last=True, **name)
-        self.step(events.AuxLanded, rank=0, **name)
+        self.step(events.ChunkReceived, rank=0, span=0, first=first, count=count, last=True, **name)
+        self.step(events.AuxReceived, rank=0, **name)
 
     def finish(self, number: int) -> None:
         request = self.core.request(str(number))

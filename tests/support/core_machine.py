@@ -280,7 +280,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def chunk(self, room: Sending, span: int, first: int, count: int, *, last: bool) -> None:
         self.rig.step(
-            events.ChunkLanded,
+            events.ChunkReceived,
             request_id=room.key[0],
             generation=room.key[1],
             rank=0,

@@ -147,9 +147,9 @@ def land(play: Play, request_id: str, *, token: bool = True) -> None:
     """Prefill has sent everything that the request asked for, with or without the first token."""
     span = play.core.request(request_id).room.spans[0]
     of_span = {"span": 0, "first": span.first, "count": span.count, "last": True}
-    play.to_room(events.ChunkLanded, request_id=request_id, rank=0, **of_span)
+    play.to_room(events.ChunkReceived, request_id=request_id, rank=0, **of_span)
     if token:
-        play.to_room(events.AuxLanded, request_id=request_id, rank=0)
+        play.to_room(events.AuxReceived, request_id=request_id, rank=0)
 
 
 def copy_of_the_window(play: Play) -> commands.CopyPages:

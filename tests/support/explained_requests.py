@@ -81,14 +81,14 @@ def extend_is_refused(play: Play) -> None:
     play.bring_to("PREFETCH", prefill_count=2)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=1, error="disk on fire")
     play.to_room(events.RoomRefused, span=1, cause="it is evicted there")
-    play.take(events.AuxLanded, request_id="r1", generation=0, rank=0)
+    play.take(events.AuxReceived, request_id="r1", generation=0, rank=0)
     play.bring_everything("r1")
 
 
 @says("2 pages sent by prefill for a room that was left", "of pages [0, 4) (the delta)")
 def prefill_is_lost_when_half_is_sent(play: Play) -> None:
     play.bring_to("TRANSFER", prefill_count=2)
-    play.to_room(events.ChunkLanded, rank=0, span=0, first=0, count=2, last=False)
+    play.to_room(events.ChunkReceived, rank=0, span=0, first=0, count=2, last=False)
     is_lost(play)
     play.bring_everything("r1")
 
@@ -103,7 +103,7 @@ def prefill_is_lost_while_it_fills_lent_pages(play: Play) -> None:
     play.begin_with(lends_device=True)
     play.arrive("r1", lent_pages=(3, 1, 2, 0), held_pages=1)
     play.send_promise("r1")
-    play.to_room(events.ChunkLanded, rank=0, span=0, first=1, count=1, last=False)
+    play.to_room(events.ChunkReceived, rank=0, span=0, first=1, count=1, last=False)
     is_lost(play)
     play.at_s += 0.002
     play.take(events.RoomDrained, request_id="r1", generation=0, rank=0)
@@ -141,8 +141,8 @@ def sender_leaves(play: Play) -> None:
 @says(SENT, LOAD_CAUSES["sender_slow"], "asked of prefill by an extend", "READY", counts="shared_transfers_passed_on")
 def sender_is_slow(play: Play) -> None:
     share(play)
-    play.to_room(events.ChunkLanded, rank=0, span=0, first=4, count=1, last=True)
-    play.to_room(events.AuxLanded, rank=0)
+    play.to_room(events.ChunkReceived, rank=0, span=0, first=4, count=1, last=True)
+    play.to_room(events.AuxReceived, rank=0)
     play.wait_for_clock()
     play.bring_everything("r1")
 
@@ -432,7 +432,7 @@ def rule_raises(name: str, state: str, plant: Callable[[Play], None], *words: st
             if state == "READY":
                 play.take(events.GrowthTaken, request_id="r1", page_count=1)
             else:
-                play.to_room(events.AuxLanded, rank=0)
+                play.to_room(events.AuxReceived, rank=0)
         play.bring_everything("r1")
 
 
@@ -444,14 +444,18 @@ rule_raises("a rule raises twice", "MATCH", raising(2, Restore, "fix_plan"), RAI
 rule_raises("a rule raises three times", "MATCH", raising(3, Restore, "fix_plan"), f"It failed: {FAILED}")
 rule_raises("a rule raises in PREALLOC", "PREALLOC", raising(1, Restore, "grant"), RAISED, "cut to L1, L2", "READY")
 rule_raises("a rule raises twice in PREALLOC", "PREALLOC", raising(2, Restore, "grant"), f"It failed: {FAILED}")
-rule_raises("a rule raises in TRANSFER", "TRANSFER", raising(1, Rooms, "land_aux"), RAISED, "ran once more", "READY")
-rule_raises("a rule raises twice in TRANSFER", "TRANSFER", raising(2, Rooms, "land_aux"), f"It failed: {FAILED}")
+rule_raises("a rule raises in TRANSFER", "TRANSFER", raising(1, Rooms, "receive_aux"), RAISED, "ran once more", "READY")
+rule_raises("a rule raises twice in TRANSFER", "TRANSFER", raising(2, Rooms, "receive_aux"), f"It failed: {FAILED}")
 rule_raises("the commit raises", "TRANSFER", raising(1, Restore, "keep"), RAISED, "not entered in the cache", "READY")
 for waiting_state in ("PREFETCH", "LOCAL_RESTORE"):
     rule_raises(
-        f"a rule raises in {waiting_state}", waiting_state, raising(1, Rooms, "land_aux"), RAISED, "cut to L1, L2 and"
+        f"a rule raises in {waiting_state}",
+        waiting_state,
+        raising(1, Rooms, "receive_aux"),
+        RAISED,
+        "cut to L1, L2 and",
     )
-    rule_raises(f"a rule raises three times in {waiting_state}", waiting_state, raising(3, Rooms, "land_aux"),
+    rule_raises(f"a rule raises three times in {waiting_state}", waiting_state, raising(3, Rooms, "receive_aux"),
                 f"It failed: {FAILED}")  # fmt: skip
 rule_raises("a rule raises when READY", "READY", raising(1, Serving, "grow"), RAISED, "no pages are added for growth")
 rule_raises("a rule raises twice when READY", "READY", raising(2, Serving, "grow"), f"It failed after READY: {FAILED}")

@@ -278,7 +278,9 @@ def too_much_is_fetched_in_a_second(play: Play) -> None:
 
 
 @says(
-    "3 pages that storage has were declined", DECLINED["limit"], "(at its pace no more lands in time: fetch_deadline_sh"
+    "3 pages that storage has were declined",
+    DECLINED["limit"],
+    "(at its pace no more arrives in time: fetch_deadline_sh",
 )
 def storage_is_too_slow_for_more(play: Play) -> None:
     play.change_policy(prefetch_threshold_tokens=2)
@@ -301,7 +303,7 @@ def fetch_ahead_is_late(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says("the fetch from storage failed: disk on fire; the plan goes by what has landed ahead of it", "READY")
+@says("the fetch from storage failed: disk on fire; the plan goes by what has arrived ahead of it", "READY")
 def fetch_ahead_fails(play: Play) -> None:
     play.change_policy(lookahead_pages_max=4)
     answered_and_waiting(play)

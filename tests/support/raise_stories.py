@@ -49,7 +49,7 @@ def plan(rig: Rig) -> Step:
     return lambda rig: rig.answer(query, 2)
 
 
-def landing(rig: Rig) -> Step:
+def receiving(rig: Rig) -> Step:
     query = three_tiers(rig)
     rig.answer(query, 2)
     fetch = rig.take(commands.FetchPages)
@@ -213,7 +213,7 @@ STORIES = [
     RequestTrace("arrival", arrival, ends=(READY,)),
     RequestTrace("admission", admission, ends=(READY,)),
     RequestTrace("plan", plan, ends=(READY,)),
-    RequestTrace("landing", landing, ends=(READY,)),
+    RequestTrace("receiving", receiving, ends=(READY,)),
     RequestTrace("copy end", copy_end, ends=(READY,)),
     RequestTrace("copy failure", copy_failure, ends=(READY,)),
     RequestTrace("late copy", late_copy, ends=(READY,)),

@@ -56,7 +56,7 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
     component_pages: dict[int, tuple[str, int]] = {}
     states: dict[str, tuple[str, float]] = {}
     arrived: dict[str, float] = {}
-    landed: dict[str, int] = defaultdict(int)
+    received: dict[str, int] = defaultdict(int)
     rooms: dict[str, int] = {}
     sizes = replayer.core.settings.page_size
 
@@ -76,10 +76,10 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
         if isinstance(event, events.FinishRequested | events.RetractRequested) and not step.error:
             for left in event.component_pages:
                 add("component_pages_total", f"{left.component} left", len(left.pages))
-        if isinstance(event, events.ChunkLanded):
+        if isinstance(event, events.ChunkReceived):
             add("pages_total", "delivered", event.count)
             if rooms.get(event.request_id) == event.generation:
-                landed[event.request_id] += event.count
+                received[event.request_id] += event.count
             else:
                 add("pages_total", "wasted", event.count)
         if getattr(event, "op", None) in begun:
@@ -107,11 +107,11 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             if state is State.READY:
                 add("ready_seconds_count", "ready")
                 add("ready_seconds_sum", "ready", event.at_s - arrived[request_id])
-                landed.pop(request_id, None)
+                received.pop(request_id, None)
             elif state is not State.FAILED:
                 states[request_id] = (state.value, event.at_s)
-            if state in (State.FAILED, State.PREALLOC) and request_id in landed:
-                add("pages_total", "wasted", landed.pop(request_id))
+            if state in (State.FAILED, State.PREALLOC) and request_id in received:
+                add("pages_total", "wasted", received.pop(request_id))
         for command in step.commands:
             if isinstance(command, commands.CopyPages):
                 begun[command.op] = (f"copy_to_{command.target}", event.at_s)

@@ -6,10 +6,10 @@ from typing import Any
 
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request.guards_and_actions import Actions
-from tidekv.states.request.landing import Landing
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
+from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import Rules
 
@@ -18,7 +18,7 @@ KINDS: dict[str, Any] = {
     "lending": Lending,
     "lent_ends": LentEnds,
     "rooms": Rooms,
-    "landing": Landing,
+    "receiving": Receiving,
     "serving": Serving,
     "actions": Actions,
 }

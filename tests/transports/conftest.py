@@ -152,8 +152,8 @@ class Decode:
 
     async def wait_done(self, request_id: str) -> None:
         """Wait until the last chunk and the aux of a request are there."""
-        await self.wait(events.ChunkLanded, request_id=request_id, last=True)
-        await self.wait(events.AuxLanded, request_id=request_id)
+        await self.wait(events.ChunkReceived, request_id=request_id, last=True)
+        await self.wait(events.AuxReceived, request_id=request_id)
 
     def promise(self, address: str, request_id: str, *, tokens: int, promised: int, pages: Iterable[int], **more: Any):
         self.receiver.promise(

@@ -159,9 +159,9 @@ class Chaos:
         match event:
             case events.PromiseSent(writer=writer):
                 asked.writer = writer
-            case events.ChunkLanded(last=True, span=span):
+            case events.ChunkReceived(last=True, span=span):
                 asked.lasts.add(span)
-            case events.AuxLanded():
+            case events.AuxReceived():
                 asked.has_aux = True
             case events.RoomRefused():
                 self.decode.receiver.abort(*asked.key)

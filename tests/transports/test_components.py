@@ -57,7 +57,7 @@ async def computed(world, *components, component_pages: Iterable[ComponentPages]
 async def held_in_its_tail(world) -> tuple:
     """The same, for a room with all pages, and its record (the last part) being written until the gate opens."""
     decode, prefill, room = await computed(world, world.STATE, component_pages=STATE)
-    await decode.wait(events.ChunkLanded)
+    await decode.wait(events.ChunkReceived)
     gate = world.Gate(world.network)
     await room.send_component_pages("ssm", OURS["ssm"])
     await gate.reached.wait()
@@ -82,7 +82,7 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
     for name, pages in OURS.items():
         await room.send_component_pages(name, pages)
     await room.finish(first_token=1)
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.ChunkReceived, last=True)
     assert world.same(decode, prefill, [(1, 2), (2, 3), (3, 4)])
     for request in component_pages:
         check(decode, prefill, request.component, dict(zip(request.pages, OURS[request.component], strict=False)))
@@ -101,7 +101,7 @@ async def test_a_window_is_written_and_reported_in_parts(world) -> None:
     decode, prefill, room = await computed(world, window, component_pages=component_pages, settings=settings)
     await room.send_component_pages("swa", [6, 1, 8, 3, 4])
     await room.finish(first_token=1)
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.ChunkReceived, last=True)
     check(decode, prefill, "swa", {9: 1, 2: 8, 7: 3, 5: 4})
     parts = [message for message in sent if message.component == "swa"]
     assert [(part.span, part.first, part.count) for part in parts] == [(0, at, 1) for at in range(1, 5)]
@@ -112,10 +112,10 @@ async def test_a_window_is_written_and_reported_in_parts(world) -> None:
 async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) -> None:
     decode, prefill, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
-    await decode.wait(events.AuxLanded)
-    assert not decode.of(events.ChunkLanded, last=True)
+    await decode.wait(events.AuxReceived)
+    assert not decode.of(events.ChunkReceived, last=True)
     gate.open.set()
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.ChunkReceived, last=True)
     check(decode, prefill, "ssm", {3: 20})
 
 
@@ -130,7 +130,7 @@ async def test_a_room_does_not_finish_without_a_tail_that_was_asked_for(world) -
         await room.send_component_pages("ssm", [64])
     await room.send_component_pages("ssm", OURS["ssm"])
     await room.finish(first_token=1)
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.ChunkReceived, last=True)
 
 
 async def test_without_components_nothing_is_asked_for(world) -> None:
@@ -138,7 +138,7 @@ async def test_without_components_nothing_is_asked_for(world) -> None:
     promise(decode, prefill.address, None)
     room = await prefill.serve("r1", range(5))
     assert room.component_pages == {}
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.ChunkReceived, last=True)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, co
     listener = await liar.transport.listen("liar:1", liar.serve)
     promise(decode, "liar:1", component_pages)
     assert text in (await decode.wait(events.RoomFailed)).cause
-    assert not decode.of(events.ChunkLanded)
+    assert not decode.of(events.ChunkReceived)
     await listener.close()
     await liar.transport.close()
 

@@ -74,7 +74,7 @@ async def test_a_window_is_divided_by_its_heads_as_the_pages_are(world, decodes:
     for piece in range(2):
         held = [prefill.components["swa"].buffers[piece] for prefill in of_prefill]
         for rank, decode in enumerate(of_decode):
-            await decode.wait(events.ChunkLanded, last=True, count=max(1, prefills // decodes))
+            await decode.wait(events.ChunkReceived, last=True, count=max(1, prefills // decodes))
             for theirs, ours in zip(WINDOW[0].pages, OURS["swa"], strict=True):
                 found = decode.components["swa"].buffers[piece][theirs].reshape(shape)
                 width = found.shape[1]
@@ -98,7 +98,7 @@ async def test_between_as_many_ranks_each_is_sent_its_own_record(world) -> None:
     for at, prefill in enumerate(of_prefill):
         await serve(prefill, "ssm", [20 + at])
     for at, (decode, prefill) in enumerate(zip(of_decode, of_prefill, strict=True)):
-        await decode.wait(events.ChunkLanded, last=True)
+        await decode.wait(events.ChunkReceived, last=True)
         assert decode.components["ssm"].page(3) == prefill.components["ssm"].page(20 + at)
 
 
@@ -128,7 +128,7 @@ async def test_copies_of_the_same_heads_are_handed_tails_and_write_none(world) -
     promise(decode, ",".join(prefill.address for prefill in prefills), WINDOW)
     rooms = [await serve(prefill, "swa", OURS["swa"]) for prefill in prefills]
     assert [room.component_pages for room in rooms] == [{"swa": RequestedComponent("swa", 3, 2, 2)}] * 2
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.ChunkReceived, last=True)
     for theirs, ours in zip(WINDOW[0].pages, OURS["swa"], strict=True):
         assert decode.components["swa"].page(theirs) == prefills[0].components["swa"].page(ours)
     assert [prefill.sender.statistics()["pages_sent"] for prefill in prefills] == [5, 0]

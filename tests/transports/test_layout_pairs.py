@@ -99,8 +99,8 @@ class Rank:
 
     def is_done(self) -> bool:
         sent = [each for each in self.events if isinstance(each, events.PromiseSent)]
-        ended = [each for each in self.events if isinstance(each, events.ChunkLanded) and each.last]
-        aux = [each for each in self.events if isinstance(each, events.AuxLanded)]
+        ended = [each for each in self.events if isinstance(each, events.ChunkReceived) and each.last]
+        aux = [each for each in self.events if isinstance(each, events.AuxReceived)]
         return bool(sent) and len(ended) == sent[0].ranks * (1 + self.extends) and len(aux) == sent[0].ranks
 
     async def ended(self) -> None:

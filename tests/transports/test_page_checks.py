@@ -1,4 +1,4 @@
-"""Messages of a room while landed pages are hashed: their order stays, and a room that has ended gets none of them."""
+"""Messages of a room while received pages are hashed: their order stays, and an ended room gets none of them."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ async def test_a_prefill_that_breaks_every_link_is_not_dialled_for_a_while(world
     prefill = await world.prefill()
     decode.promise(prefill.address, "good", tokens=4, promised=0, pages=[9])
     await prefill.serve("good", [1])
-    await decode.wait(events.AuxLanded, request_id="good")
+    await decode.wait(events.AuxReceived, request_id="good")
     clock.now_s = 1.5
     decode.promise("rogue:1", "again", tokens=4, promised=0, pages=[10])
     failed = await decode.wait(events.RoomFailed, request_id="again")

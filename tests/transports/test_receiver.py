@@ -16,8 +16,8 @@ async def test_a_whole_prompt_arrives_with_its_first_token(world) -> None:
     decode, prefill = await world.decode(), await world.prefill()
     decode.promise(prefill.address, "r1", tokens=22, promised=0, pages=range(10, 16))
     room = await prefill.serve("r1", range(30, 36))
-    await decode.wait(events.ChunkLanded, last=True)
-    await decode.wait(events.AuxLanded)
+    await decode.wait(events.ChunkReceived, last=True)
+    await decode.wait(events.AuxReceived)
     assert world.same(decode, prefill, zip(range(10, 16), range(30, 36), strict=True))
     assert decode.aux == [("r1", 0, 11, {"by": "prefill"})]
     assert prefill.sender.statistics()["bytes_sent"] == 6 * world.PAGE_BYTES
@@ -35,7 +35,7 @@ async def test_only_the_delta_moves(world) -> None:
     await decode.wait_done("r1")
     assert world.same(decode, prefill, [(10, 34), (11, 35)])
     assert prefill.transport.statistics()["bytes_written"] == 2 * world.PAGE_BYTES
-    chunks = decode.of(events.ChunkLanded)
+    chunks = decode.of(events.ChunkReceived)
     assert [page for chunk in chunks for page in range(chunk.first, chunk.first + chunk.count)] == [4, 5]
     assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
@@ -46,7 +46,7 @@ async def test_a_full_hit_moves_nothing_and_still_brings_the_first_token(world, 
     decode.promise(prefill.address, "r1", tokens=24, promised=24, pages=[])
     await prefill.serve("r1", range(30, 36) if sends else [])
     await decode.wait_done("r1")
-    (chunk,) = decode.of(events.ChunkLanded)
+    (chunk,) = decode.of(events.ChunkReceived)
     assert (chunk.first, chunk.count, chunk.last) == (6, 0, True)
     assert prefill.transport.statistics()["writes"] == 0
     assert decode.aux[0][2] == 11
@@ -62,7 +62,7 @@ async def test_an_extend_is_served_before_and_after_prefill_finished(world, when
     await decode.wait_done("r1")
     if when == "after":
         decode.receiver.extend("r1", 0, 1, 1, page_ids([20, 21]))
-    await decode.wait(events.ChunkLanded, span=1, last=True)
+    await decode.wait(events.ChunkReceived, span=1, last=True)
     assert world.same(decode, prefill, [(10, 34), (11, 35), (20, 31), (21, 32)])
     decode.receiver.received("r1", 0)
     assert await room.received() == "received"
@@ -108,9 +108,9 @@ async def test_an_abort_is_drained_only_after_the_write_in_flight(world) -> None
     gate.open.set()
     drained = await decode.wait(events.RoomDrained)
     assert (drained.request_id, drained.generation, drained.rank) == ("r1", 0, 0)
-    # The bytes landed before the message: the next owner of the pages is safe.
+    # The bytes arrived before the message: the next owner of the pages is safe.
     assert world.same(decode, prefill, [(0, 30), (3, 33)])
-    assert not decode.of(events.ChunkLanded)
+    assert not decode.of(events.ChunkReceived)
     assert await settled == "aborted"
     # What the prefill loop still does is harmless.
     await room.send([34], start_token=16)
@@ -185,7 +185,7 @@ async def test_a_new_generation_replaces_the_older_one(world) -> None:
     assert old.aborted.is_set()
     new = await prefill.serve("r1", [30, 31])
     assert new.generation == 1
-    await decode.wait(events.AuxLanded, generation=1)
+    await decode.wait(events.AuxReceived, generation=1)
     decode.receiver.abort("r1", 0)
     await decode.wait(events.RoomDrained, generation=0)
     assert new.outcome is None

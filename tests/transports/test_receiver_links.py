@@ -144,7 +144,7 @@ async def test_a_dead_writer_settles_its_rooms_and_its_successor_is_another_one(
     await again.serve("r1", [30, 31])
     await decode.wait_done("r1")
     assert decode.of(events.PromiseSent)[-1].writer == again.transport.instance != writer
-    # Nothing of the dead writer landed after its death was reported.
+    # Nothing of the dead writer arrived after its death was reported.
     assert decode.pool.page(1) == bytes(world.PAGE_BYTES)
     assert decode.receiver.statistics()["rooms_unsettled"] == 0
 

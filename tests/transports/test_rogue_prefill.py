@@ -111,8 +111,8 @@ async def test_a_wrong_chunk_fails_its_room_and_no_other(world, rogue, wrong: di
     rogue.link.send(wire.Drained(room=first, rank=0))
     await decode.wait(events.RoomDrained, request_id="r1")
     rogue.link.send(chunk(room, count=2, last=True))
-    await decode.wait(events.ChunkLanded, request_id="r2", last=True)
-    assert len(decode.of(events.ChunkLanded)) == 1
+    await decode.wait(events.ChunkReceived, request_id="r2", last=True)
+    assert len(decode.of(events.ChunkReceived)) == 1
     assert decode.receiver.counts["rooms_broken"] == 1
     assert decode.receiver.counts["frames_late"] == 1
 
@@ -141,7 +141,7 @@ async def test_foreign_rooms_are_dropped_and_counted(world, rogue) -> None:
         rogue.link.send(chunk(wire.RoomId(**fields), count=2, last=True))
         rogue.link.send(wire.Drained(room=wire.RoomId(**fields), rank=0))
     rogue.link.send(chunk(room, count=2, last=True))
-    await decode.wait(events.ChunkLanded)
+    await decode.wait(events.ChunkReceived)
     assert len(decode.events) == 2
     assert decode.receiver.counts["frames_foreign"] == 8
 

@@ -80,10 +80,10 @@ async def test_a_room_opens_when_every_rank_has_promised_it(make_ranks) -> None:
     for room in rooms:
         await room.send(range(2), start_token=0)
         await room.finish(first_token=11)
-    await ranks.delivered(events.AuxLanded)
-    await ranks.delivered(events.ChunkLanded, last=True)
+    await ranks.delivered(events.AuxReceived)
+    await ranks.delivered(events.ChunkReceived, last=True)
     for decode in ranks.decodes:
-        assert {event.rank for event in decode.of(events.ChunkLanded)} == {0}
+        assert {event.rank for event in decode.of(events.ChunkReceived)} == {0}
         decode.receiver.received("r1", 0)
     assert [await room.received() for room in rooms] == ["received", "received"]
     assert all(prefill.sender.statistics()["pages_sent"] == 1 for prefill in ranks.prefills)
@@ -104,7 +104,7 @@ async def test_promises_that_differ_are_refused_on_all_ranks_with_both_numbers(m
     # The next generation, on which they agree, is served.
     ranks.promise("r1", promised=4, generation=1)
     await ranks.serve("r1")
-    await ranks.delivered(events.AuxLanded, generation=1)
+    await ranks.delivered(events.AuxReceived, generation=1)
 
 
 async def test_groups_of_one_request_id_do_not_meet(make_ranks, world) -> None:
@@ -125,8 +125,8 @@ async def test_each_rank_hears_of_the_writers_that_hold_its_heads(make_ranks, de
     rooms = await ranks.serve("r1")
     writers = max(prefills // decodes, 1)
     for decode in ranks.decodes:
-        await decode.wait(events.AuxLanded, count=writers)
-        assert {event.rank for event in decode.of(events.ChunkLanded)} == set(range(writers))
+        await decode.wait(events.AuxReceived, count=writers)
+        assert {event.rank for event in decode.of(events.ChunkReceived)} == set(range(writers))
         assert [event.ranks for event in decode.of(events.PromiseSent)] == [writers]
         decode.receiver.received("r1", 0)
     assert {await room.received() for room in rooms} == {"received"}
@@ -143,8 +143,8 @@ async def test_ranks_that_hold_copies_send_nothing_and_know_it(make_ranks, world
     ]
     decode.promise(",".join(prefill.address for prefill in prefills), "r1", tokens=8, promised=0, pages=[1, 2])
     rooms = await asyncio.gather(*(prefill.serve("r1", [5, 6]) for prefill in prefills))
-    await decode.wait(events.AuxLanded)
-    await decode.wait(events.ChunkLanded, last=True)
+    await decode.wait(events.AuxReceived)
+    await decode.wait(events.ChunkReceived, last=True)
     assert [room.sends_nothing for room in rooms] == [False, True]
     assert [prefill.sender.statistics()["pages_sent"] for prefill in prefills] == [2, 0]
     assert world.same(decode, prefills[0], [(1, 5), (2, 6)])
@@ -181,8 +181,8 @@ async def test_each_stage_is_written_by_its_own_and_compares_with_all(world) -> 
     ranks = Ranks(world, decodes, prefills)
     ranks.promise("r1", promised=4)
     await ranks.serve("r1")
-    await ranks.delivered(events.ChunkLanded, last=True)
-    await ranks.delivered(events.AuxLanded)
+    await ranks.delivered(events.ChunkReceived, last=True)
+    await ranks.delivered(events.AuxReceived)
     for at, decode in enumerate(decodes):
         source, place = prefills[at // 2], at % 2
         # Page 1 of the prompt is page 10 here, 1 there: of each token the heads of this rank.
@@ -248,9 +248,9 @@ async def test_pages_of_a_lost_context_are_not_taken_for_written(world) -> None:
     await rooms[0].send([5, 7], start_token=0, end_token=16)
     await rooms[0].finish(first_token=1)
     await rooms[1].send([6], start_token=0, end_token=8)
-    await decode.wait(events.ChunkLanded, rank=0, last=True)
-    await decode.wait(events.ChunkLanded, rank=1)
-    assert [(event.first, event.count, event.last) for event in decode.of(events.ChunkLanded, rank=1)] == [
+    await decode.wait(events.ChunkReceived, rank=0, last=True)
+    await decode.wait(events.ChunkReceived, rank=1)
+    assert [(event.first, event.count, event.last) for event in decode.of(events.ChunkReceived, rank=1)] == [
         (0, 2, False)
     ]
     assert world.same(decode, ranks.prefills[0], [(10, 5), (12, 7)])

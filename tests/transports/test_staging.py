@@ -260,8 +260,8 @@ def has_both_heads(world, prefills, decode, pages: int) -> bool:
 async def received(prefills, decode, pages: int) -> None:
     """Serve the room on both ranks, and receive it."""
     rooms = await asyncio.gather(*(prefill.serve("r1", range(pages), chunk=pages) for prefill in prefills))
-    await decode.wait(events.ChunkLanded, last=True, count=2)
-    await decode.wait(events.AuxLanded, count=2)
+    await decode.wait(events.ChunkReceived, last=True, count=2)
+    await decode.wait(events.AuxReceived, count=2)
     decode.receiver.received("r1", 0)
     assert {await room.received() for room in rooms} == {"received"}
 
@@ -283,7 +283,7 @@ async def test_pages_are_reported_only_after_they_were_copied_out_of_the_ring(wo
     await decode.copies.begun.wait()
     for _ in range(50):
         await asyncio.sleep(0)
-    assert not decode.of(events.ChunkLanded)
+    assert not decode.of(events.ChunkReceived)
     decode.copies.may_run.set()
     await serving
     assert has_both_heads(world, prefills, decode, 2)

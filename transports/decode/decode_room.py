@@ -144,7 +144,7 @@ class RankLink:
         self.waiting: list[wire.Message] = []
         self.has_ended = False
         self.in_order: InOrder | None = None
-        """Messages that wait until landed pages are verified; None until the first one."""
+        """Messages that wait until received pages are verified; None until the first one."""
 
 
 class RoomEvents:
@@ -209,11 +209,11 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
     # `ReceiverRoom` checks each message before it becomes an event: the core never sees one that contradicts the room.
     match message:
         case wire.Chunk(span=span, first=first, count=count, last=last, component=component):
-            rank_link.state.land(span=span, first=first, count=count, last=last, component=component)
+            rank_link.state.receive(span=span, first=first, count=count, last=last, component=component)
             if component != FULL and span == 0:
                 # Part of the promise: the last chunk of the full pages stands for it.
                 return None
-            return events.ChunkLanded(
+            return events.ChunkReceived(
                 at_s=at_s,
                 request_id=request_id,
                 generation=generation,
@@ -229,7 +229,7 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
             if rank_link.state.has_aux:
                 return None  # A repeat: the first token is delivered once.
             rank_link.state.has_aux = True
-            return events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=number)
+            return events.AuxReceived(at_s=at_s, request_id=request_id, generation=generation, rank=number)
         case wire.Refused(span=span, cause=cause):
             rank_link.state.refuse(span)
             return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=span, cause=cause)

@@ -1,4 +1,4 @@
-"""Checks of landed pages at the decode side: the bytes in place against the checksums that prefill sent with them.
+"""Checks of received pages at the decode side: the bytes in place against the checksums that prefill sent with them.
 
 A report of pages is passed on only after they were hashed. The messages of a rank link stay in their order: those that
 follow the report wait with it. The pages stay those of the room meanwhile, even if it ends: then the result is dropped.

@@ -41,7 +41,7 @@ class PeerRead:
         self.address = address
         self.count = count
         self.done = done
-        self.landed = 0
+        self.received = 0
         """Leading pages that are in place."""
         self.is_written = False
         self.has_token = False
@@ -129,7 +129,9 @@ class PeerReads:
         return await read.done
 
     def _late(self, key: RoomKey, read: PeerRead, timeout_s: float) -> None:
-        read.give_up(PrefillCause.SILENT.words(f"it has sent {read.landed} of {read.count} pages in {timeout_s:.3g} s"))
+        read.give_up(
+            PrefillCause.SILENT.words(f"it has sent {read.received} of {read.count} pages in {timeout_s:.3g} s")
+        )
         self._receiver.abort(*key)
 
     def _take(self, event: events.AnyEvent) -> None:
@@ -148,8 +150,8 @@ class PeerReads:
                 return
             case (
                 events.PromiseSent()
-                | events.ChunkLanded()
-                | events.AuxLanded()
+                | events.ChunkReceived()
+                | events.AuxReceived()
                 | events.RoomRefused()
                 | events.RoomFailed()
                 | events.RoomDrained()
@@ -163,8 +165,8 @@ class PeerReads:
         key: RoomKey,
         read: PeerRead,
         event: events.PromiseSent
-        | events.ChunkLanded
-        | events.AuxLanded
+        | events.ChunkReceived
+        | events.AuxReceived
         | events.RoomRefused
         | events.RoomFailed
         | events.RoomDrained,
@@ -172,10 +174,10 @@ class PeerReads:
         match event:
             case events.PromiseSent(writer=writer):
                 read.writer = writer
-            case events.ChunkLanded(count=count, last=last):
-                read.landed += count
+            case events.ChunkReceived(count=count, last=last):
+                read.received += count
                 read.is_written |= last
-            case events.AuxLanded():
+            case events.AuxReceived():
                 read.has_token = True
             case events.RoomRefused(cause=cause):
                 read.give_up(PrefillCause.FAILED.words(cause))
@@ -203,11 +205,11 @@ class PeerReads:
                 "a peer did not send all pages",
                 request_id=key[0],
                 peer=read.address,
-                pages=read.landed,
+                pages=read.received,
                 cause=read.cause,
             )
         if not read.done.done():
-            read.done.set_result((read.landed, read.cause or ""))
+            read.done.set_result((read.received, read.cause or ""))
 
     def _stop_timer(self, read: PeerRead) -> None:
         if read.timer is not None:

@@ -97,7 +97,7 @@ class Receiver:
         group: Callable[[], str] = lambda: "",
     ) -> None:
         """The pools of `rank` must be registered before the first promise. `deliver_aux` is called with request id,
-        generation, first token and aux, before the AuxLanded that belongs to it. Pages whose checksums prefill sends
+        generation, first token and aux, before the AuxReceived that belongs to it. Pages whose checksums prefill sends
         are verified before an event reports them, and a damaged one fails its room; so does a first token beyond the
         vocabulary. Raises InvalidConfig.
         """

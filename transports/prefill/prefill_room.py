@@ -286,7 +286,7 @@ class Room:
             self._send_context.callbacks.on_finish(self)
             await self._hand_over()
 
-    async def _wait_landed(self) -> None:
+    async def _wait_written(self) -> None:
         """Wait until all that was sent so far is in place and reported, or the room has ended."""
         while self.cause is None and any(
             room_writer.state.in_flight or room_writer.state.can_write() for room_writer in self._room_writers

@@ -271,9 +271,9 @@ class RoomWriter(Generic[RoomT]):
             if job is None:
                 break
             if self.peer.target is None or job.component not in self.peer.target.handles or not job.our_pages:
-                # Nothing of this pool goes to this rank, or another context holds the pages: the job counts as landed,
+                # Nothing of this pool goes to this rank, or another context holds the pages: the job counts as written,
                 # so the room ends as at the others.
-                self.state.settle(job, landed=True)
+                self.state.settle(job, written=True)
                 continue
             write = self._write(self.peer.target, job)
             task = self._send_context.tasks.spawn(write, name=f"write of {self.room.request_id}")
@@ -419,7 +419,7 @@ class RoomWriter(Generic[RoomT]):
         base.check_pages(pages, memory, owner="decode's" if component == FULL else f"decode's {component!r}")
 
     async def _write(self, target: Target, job: WriteJob) -> tuple[str, bytes]:
-        """Do one write. Returns the failure as text, empty if it landed, and the checksums of the pages."""
+        """Do one write. Returns the failure as text, empty if it succeeded, and the checksums of the pages."""
         component = job.component
         # Before the write begins: the checksums are those of the pages as the caller handed them over.
         hashed = target.hashing[component](job.our_pages) if target.hashing else None
@@ -500,7 +500,7 @@ class RoomWriter(Generic[RoomT]):
             failure = f"a bug: {task.exception()!r}"
         else:
             failure, checksums = task.result()
-        self.state.settle(job, landed=not failure, checksums=checksums)
+        self.state.settle(job, written=not failure, checksums=checksums)
         if failure:
             self.room.fail(PrefillCause.TRANSFER_FAILED.words(failure))
         self.room._advance()

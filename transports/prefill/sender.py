@@ -543,7 +543,7 @@ class Sender:
         """Forget a room that has ended."""
         assert room.outcome is not None
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
-        self.counts["pages_withdrawn"] += sum(room_writer.state.pages_unlanded for room_writer in room._room_writers)
+        self.counts["pages_withdrawn"] += sum(room_writer.state.pages_unwritten for room_writer in room._room_writers)
         self.ended[room.outcome.value] += 1
         LOG.info(
             "a room ended",

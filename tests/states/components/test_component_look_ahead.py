@@ -31,7 +31,7 @@ BIG = bytes(range(128, 136))
 
 
 def waiting(*components: Component, **fields: object) -> tuple[Rig, list[commands.FetchPages]]:
-    """Request "a" waits for the device pages of "big"; storage has all of its prompt, and its full pages have landed.
+    """Request "a" waits for the device pages of "big"; storage has all of its prompt, and its full pages have arrived.
 
     Returns the reads of component pages.
     """
@@ -56,7 +56,7 @@ def end_copies(rig: Rig) -> None:
             rig.copied(copy)
 
 
-def test_a_plan_copies_what_has_landed_before_it_and_asks_storage_for_nothing() -> None:
+def test_a_plan_copies_what_has_arrived_before_it_and_asks_storage_for_nothing() -> None:
     rig, (of_window, of_state) = waiting()
     assert (of_window.component, ids(of_window.positions)) == ("window", [5, 6, 7])
     assert (of_state.component, ids(of_state.positions)) == ("state", [7])
@@ -144,15 +144,15 @@ def test_a_read_ahead_that_is_late_keeps_its_pages_until_it_ends_and_its_compone
     settle(rig)
 
 
-@pytest.mark.parametrize("landed", [0, 1, 2])
-def test_an_abort_frees_what_has_landed_at_once_and_the_rest_when_it_ends(landed: int) -> None:
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_an_abort_frees_what_has_arrived_at_once_and_the_rest_when_it_ends(ended: int) -> None:
     rig, reads = waiting()
-    for read in reads[:landed]:
+    for read in reads[:ended]:
         rig.fetched(read)
     rig.abort("a")
     owned = pages(rig, "window")[0] + pages(rig, "state")[0]
-    assert owned == sum(len(read.host_pages) for read in reads[landed:]) and rig.core.lookahead.pages == 0
-    for read in reads[landed:]:
+    assert owned == sum(len(read.host_pages) for read in reads[ended:]) and rig.core.lookahead.pages == 0
+    for read in reads[ended:]:
         rig.fetched(read)
     make_room(rig)
     settle(rig)
@@ -326,7 +326,7 @@ POSITIONS = st.sets(st.integers(0, 7))
     width=st.integers(1, 9),
     prompt_tokens=st.integers(1, 17),
     budget=st.sampled_from((1, 3, 100)),
-    landed=st.sampled_from(("none", "some", "all")),
+    ended=st.sampled_from(("none", "some", "all")),
 )
 @settings(max_examples=200)
 def test_look_ahead_changes_when_bytes_are_read_and_never_which_ones(
@@ -338,7 +338,7 @@ def test_look_ahead_changes_when_bytes_are_read_and_never_which_ones(
     width: int,
     prompt_tokens: int,
     budget: int,
-    landed: str,
+    ended: str,
 ) -> None:
     past, prompt = bytes(range(16)), bytes(range(prompt_tokens))
     outcomes = []
@@ -365,7 +365,7 @@ def test_look_ahead_changes_when_bytes_are_read_and_never_which_ones(
             found = max(0, min(in_storage - query.first, query.count))
             rig.answer(query, found, component_pages=answered if query.components_first else ())
         assert rig.state("a") == "PREALLOC"
-        holder.work(until={"none": 0, "some": 1, "all": 99}[landed])
+        holder.work(until={"none": 0, "some": 1, "all": 99}[ended])
         place(rig, past[: 2 * on_host], cached_meanwhile)
         holder.note_cached()
         rig.abort("big")

@@ -92,7 +92,7 @@ class ComponentsMachine(CoreMachine):
     def watch(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
         """Apply to the component pages what an event reports, before the core takes the event."""
         key = (fields.get("request_id"), fields.get("generation"))
-        if event_type is events.ChunkLanded and fields["last"] and fields["span"] == 0:
+        if event_type is events.ChunkReceived and fields["last"] and fields["span"] == 0:
             self.end_writes(key, well=True)
         elif event_type is events.RoomDrained or (event_type is events.RoomFailed and fields["settled"]):
             self.end_writes(key, well=False)

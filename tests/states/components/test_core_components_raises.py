@@ -345,7 +345,7 @@ def a_read_ahead_fails(rig: Rig) -> Step:
 
 
 def a_plan_adopts_reads_ahead(rig: Rig) -> Step:
-    """One has landed, the other is under way."""
+    """One has arrived, the other is under way."""
     fetch, *others = read_ahead(rig)
     rig.fetched(fetch)
     rig.pending += others

@@ -194,12 +194,12 @@ ENDS: dict[str, Callable[[Rig], object]] = {
 }
 
 
-@pytest.mark.parametrize("has_landed", [False, True], ids=["before its pages land", "after a part of them"])
+@pytest.mark.parametrize("has_arrived", [False, True], ids=["before its pages arrive", "after a part of them"])
 @pytest.mark.parametrize("end", ENDS)
-def test_if_the_sender_leaves_the_oldest_waiter_is_the_next_one(end: str, has_landed: bool) -> None:
+def test_if_the_sender_leaves_the_oldest_waiter_is_the_next_one(end: str, has_arrived: bool) -> None:
     rig = rig_of(share_wait_s=100.0)
     promises = arrive(rig, "a", deadline_at_s=1.0) | arrive(rig, "b", "c")
-    if has_landed or end == "is lost":
+    if has_arrived or end == "is lost":
         rig.promised(promises["a"])
         rig.chunk(promises["a"], count=4, last=False)
     for name in ("b", "c"):
@@ -331,7 +331,7 @@ def test_a_sender_that_two_late_copies_read_keeps_its_pages_until_both_have_ende
 def test_a_waiter_waits_for_a_stalled_sender_for_a_while_only() -> None:
     rig = rig_of(share_wait_s=0.5)
     promises = arrive(rig, "a", "b")
-    # Its full pages have landed, so that the waiter waits for the component pages and nothing else.
+    # Its full pages have arrived, so that the waiter waits for the component pages and nothing else.
     rig.promised(promises["a"])
     rig.chunk(promises["a"], count=4, last=False)
     rig.serve(promises["b"])

@@ -85,7 +85,7 @@ def test_the_contexts_of_a_room_together_write_every_requested_page_once(data: s
                 for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
                     assert (job.component, theirs) not in written, "two contexts write one page"
                     written[job.component, theirs] = ours
-                room.settle(job, landed=True, checksums=bytes(len(job.our_pages)))
+                room.settle(job, written=True, checksums=bytes(len(job.our_pages)))
             for chunk in room.take_chunks():
                 span = chunk.component, chunk.span
                 assert chunk.first == cursors[span]
@@ -107,7 +107,7 @@ def test_the_contexts_of_a_room_together_write_every_requested_page_once(data: s
             room.send_component_pages("swa", page_ids(at for at in held if at >= needed))
         room.finish()
         write()
-        assert room.is_complete and room.pages_unlanded == 0
+        assert room.is_complete and room.pages_unwritten == 0
         assert cursors == ends
     assert written == {
         **{("full", 100 + at): at for at in range(promised, count)},

@@ -36,11 +36,11 @@ def test_a_chunk_is_taken_exactly_when_it_follows(chunks: list[tuple[int, int, i
         )
         if follows:
             assert wanted is not None
-            room.land(span=span, first=first, count=count, last=last)
+            room.receive(span=span, first=first, count=count, last=last)
             left[span] = None if last else wanted[count:]
         else:
             with pytest.raises(RemoteProtocolError):
-                room.land(span=span, first=first, count=count, last=last)
+                room.receive(span=span, first=first, count=count, last=last)
 
 
 def test_a_span_is_requested_once_and_refused_before_it_is_complete() -> None:
@@ -49,9 +49,9 @@ def test_a_span_is_requested_once_and_refused_before_it_is_complete() -> None:
         room.extend(0, 0, 1)
     with pytest.raises(RemoteProtocolError, match="span 3 is refused"):
         room.refuse(3)
-    room.land(span=0, first=0, count=1, last=True)
+    room.receive(span=0, first=0, count=1, last=True)
     with pytest.raises(RemoteProtocolError, match="comes after the span's last one"):
-        room.land(span=0, first=1, count=0, last=True)
+        room.receive(span=0, first=1, count=0, last=True)
     with pytest.raises(RemoteProtocolError, match="complete"):
         room.refuse(0)
 
@@ -59,19 +59,19 @@ def test_a_span_is_requested_once_and_refused_before_it_is_complete() -> None:
 def test_the_last_chunk_of_span_0_comes_after_the_component_pages() -> None:
     room = ReceiverRoom(first=0, count=2, component_pages={"swa": (0, 2), "ssm": (1, 1)})
     room.extend(1, 0, 1)
-    room.land(span=1, first=0, count=1, last=True)
-    room.land(span=0, first=0, count=1, last=False)
-    room.land(component="ssm", span=0, first=1, count=1, last=True)
+    room.receive(span=1, first=0, count=1, last=True)
+    room.receive(span=0, first=0, count=1, last=False)
+    room.receive(component="ssm", span=0, first=1, count=1, last=True)
     with pytest.raises(RemoteProtocolError, match="is marked as the last; the pages of 'swa' were not sent"):
-        room.land(span=0, first=1, count=1, last=True)
+        room.receive(span=0, first=1, count=1, last=True)
     for wrong, text in (("ssm", "comes after the span's last one"), ("other", "was never requested")):
         with pytest.raises(RemoteProtocolError, match=f"of span 0 of component '{wrong}' {text}"):
-            room.land(component=wrong, span=0, first=1, count=1, last=True)
-    room.land(component="swa", span=0, first=0, count=1, last=False)
+            room.receive(component=wrong, span=0, first=1, count=1, last=True)
+    room.receive(component="swa", span=0, first=0, count=1, last=False)
     with pytest.raises(RemoteProtocolError, match="the pages of 'swa' were not sent"):
-        room.land(span=0, first=1, count=1, last=True)
-    room.land(component="swa", span=0, first=1, count=1, last=True)
-    room.land(span=0, first=1, count=1, last=True)
+        room.receive(span=0, first=1, count=1, last=True)
+    room.receive(component="swa", span=0, first=1, count=1, last=True)
+    room.receive(span=0, first=1, count=1, last=True)
 
 
 def test_a_further_span_of_a_component_is_one_of_its_own() -> None:
@@ -79,12 +79,12 @@ def test_a_further_span_of_a_component_is_one_of_its_own() -> None:
     room.extend(1, 3, 2, "swa")
     room.extend(2, 4, 1)
     with pytest.raises(RemoteProtocolError, match="span 1 was never requested"):
-        room.land(span=1, first=3, count=2, last=True)
+        room.receive(span=1, first=3, count=2, last=True)
     with pytest.raises(RemoteProtocolError, match="span 2 of component 'swa' was never requested"):
-        room.land(component="swa", span=2, first=4, count=1, last=True)
-    room.land(component="swa", span=1, first=3, count=1, last=False)
+        room.receive(component="swa", span=2, first=4, count=1, last=True)
+    room.receive(component="swa", span=1, first=3, count=1, last=False)
     room.refuse(1)
     with pytest.raises(RemoteProtocolError, match="or was refused"):
-        room.land(component="swa", span=1, first=4, count=1, last=True)
+        room.receive(component="swa", span=1, first=4, count=1, last=True)
     # The promise does not wait for further spans.
-    room.land(span=0, first=0, count=0, last=True)
+    room.receive(span=0, first=0, count=0, last=True)

@@ -47,7 +47,7 @@ def jobs(sender: SenderRoom, *, pages_max: int = 100) -> list[WriteJob]:
 
 def land_all(sender: SenderRoom) -> list[ChunkReady]:
     for job in jobs(sender):
-        sender.settle(job, landed=True)
+        sender.settle(job, written=True)
     return sender.take_chunks()
 
 
@@ -57,7 +57,7 @@ def test_what_was_promised_is_left_out() -> None:
     (job,) = jobs(sender)
     assert (job.first, list(job.our_pages), list(job.their_pages)) == (2, [2, 3, 4], [100, 101, 102])
     assert sender.take_chunks() == []
-    sender.settle(job, landed=True)
+    sender.settle(job, written=True)
     assert sender.take_chunks() == [ChunkReady(0, 2, 3, last=False)]
     sender.finish()
     assert land_all(sender) == [ChunkReady(0, 5, 0, last=True)]
@@ -87,7 +87,7 @@ def test_an_extend_waits_for_what_is_not_computed() -> None:
     sender.remember(page_ids([0]), start_token=0)
     (job,) = jobs(sender)
     assert (job.span, job.first, list(job.their_pages)) == (1, 0, [50])
-    sender.settle(job, landed=True)
+    sender.settle(job, written=True)
     assert sender.take_chunks() == [ChunkReady(1, 0, 1, last=False)]
     sender.remember(page_ids([1, 2, 3]), start_token=4)
     sender.finish()
@@ -139,19 +139,19 @@ def test_an_empty_last_chunk_is_reported_with_the_pages_before_it() -> None:
     (job,) = jobs(sender)
     sender.finish()
     assert sender.take_chunks() == []
-    sender.settle(job, landed=True)
+    sender.settle(job, written=True)
     assert sender.take_chunks() == [ChunkReady(0, 0, 2, last=True)]
     assert sender.is_complete
 
 
-def test_chunks_are_reported_in_page_order_and_merged_if_they_landed_together() -> None:
+def test_chunks_are_reported_in_page_order_and_merged_if_they_were_written_together() -> None:
     sender = room(tokens=12)
     sender.remember(page_ids([0, 1, 2]), start_token=0)
     first, second, third = jobs(sender, pages_max=1)
-    sender.settle(third, landed=True)
-    sender.settle(second, landed=True)
+    sender.settle(third, written=True)
+    sender.settle(second, written=True)
     assert sender.take_chunks() == []
-    sender.settle(first, landed=True)
+    sender.settle(first, written=True)
     assert sender.take_chunks() == [ChunkReady(0, 0, 3, last=False)]
 
 
@@ -160,7 +160,7 @@ def test_a_failed_write_is_never_reported() -> None:
     sender.remember(page_ids([0, 1]), start_token=0)
     sender.finish()
     (job,) = jobs(sender)
-    sender.settle(job, landed=False)
+    sender.settle(job, written=False)
     assert sender.take_chunks() == []
     assert not sender.is_complete
 
@@ -175,7 +175,7 @@ def test_a_stopped_room_is_drained_only_when_nothing_is_in_flight() -> None:
     assert sender.stopped == "aborted"
     assert sender.next_job(pages_max=1) is None
     assert not sender.is_drained
-    sender.settle(one, landed=True)
+    sender.settle(one, written=True)
     assert sender.is_drained
     assert sender.take_chunks() == []
 
@@ -345,7 +345,7 @@ class Sending(RuleBasedStateMachine):
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         job = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
-        self.sender.settle(job, landed=True, checksums=checksums_of(job.our_pages))
+        self.sender.settle(job, written=True, checksums=checksums_of(job.our_pages))
 
     @rule()
     def tell(self) -> None:
@@ -397,7 +397,7 @@ class Sending(RuleBasedStateMachine):
             self.post(2)
         while self.flying:
             job = self.flying.pop()
-            self.sender.settle(job, landed=True, checksums=checksums_of(job.our_pages))
+            self.sender.settle(job, written=True, checksums=checksums_of(job.our_pages))
         self.tell()
         assert sorted(self.lasts) == sorted(self.spans)
         assert self.sender.is_complete

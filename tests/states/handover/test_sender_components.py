@@ -46,7 +46,7 @@ def write_all(sender: SenderRoom, *, pages_max: int = 9) -> list[WriteJob]:
     written = []
     while (job := sender.next_job(pages_max=pages_max)) is not None:
         written.append(job)
-        sender.settle(job, landed=True)
+        sender.settle(job, written=True)
     return written
 
 
@@ -127,10 +127,10 @@ def test_the_last_chunk_waits_for_the_component_pages_and_they_are_reported_firs
         WriteJob(0, 2, page_ids([5]), page_ids([8]), "swa"),
     ]
     assert pages is not None and parts[0] is not None and parts[1] is not None
-    sender.settle(pages, landed=True)
-    sender.settle(parts[1], landed=True)
+    sender.settle(pages, written=True)
+    sender.settle(parts[1], written=True)
     assert (sender.take_chunks(), sender.is_complete) == ([], False)
-    sender.settle(parts[0], landed=True)
+    sender.settle(parts[0], written=True)
     assert sender.take_chunks() == [ChunkReady(0, 1, 2, last=True, component="swa"), ChunkReady(0, 1, 2, last=True)]
     assert sender.is_complete
 
@@ -143,7 +143,7 @@ def test_further_spans_do_not_wait_for_the_component_pages_of_the_promise() -> N
     jobs = [sender.next_job(pages_max=9) for _ in range(3)]
     for job in jobs[:2]:
         assert job is not None
-        sender.settle(job, landed=True)
+        sender.settle(job, written=True)
     assert sender.take_chunks() == [ChunkReady(1, 0, 1, last=True)]
 
 
@@ -158,7 +158,7 @@ def test_a_further_span_brings_component_pages_that_decode_has_lost(when: str) -
         assert sender.take_chunks() == [ChunkReady(0, 1, 2, last=True)] and sender.is_complete
     for _ in range(2):
         sender.extend(1, 1, page_ids([70]), "swa")
-    assert sender.pages_unlanded == (1 if when == "after the finish" else 3)
+    assert sender.pages_unwritten == (1 if when == "after the finish" else 3)
     assert not sender.is_complete
     sender.extend(2, 2, page_ids([80]), "ssm")
     if when == "before the pages":
@@ -179,7 +179,7 @@ def test_a_further_span_brings_component_pages_that_decode_has_lost(when: str) -
         ChunkReady(1, 1, 1, last=True, component="swa"),
         ChunkReady(2, 2, 1, last=True, component="ssm"),
     ]
-    assert sender.is_complete and sender.pages_unlanded == 0
+    assert sender.is_complete and sender.pages_unwritten == 0
 
 
 @pytest.mark.parametrize(
@@ -224,6 +224,6 @@ def test_component_pages_that_did_not_land_are_never_reported_and_a_stop_starts_
     assert sender.next_job(pages_max=9) is None
     assert not sender.can_write()
     assert not sender.is_drained
-    sender.settle(part, landed=False)
-    assert sender.pages_unlanded == 4
+    sender.settle(part, written=False)
+    assert sender.pages_unwritten == 4
     assert sender.take_chunks() == []

@@ -323,8 +323,8 @@ def test_a_lost_writer_ends_its_live_rooms_and_frees_nothing_that_it_may_still_w
 def test_a_span_ends_at_its_end_and_one_that_goes_on_can_be_refused() -> None:
     room = ReceiverRoom(first=2, count=3)
     with pytest.raises(RemoteProtocolError, match=r"marked as the last; the span ends at 5"):
-        room.land(span=0, first=2, count=2, last=True)
-    room.land(span=0, first=2, count=2, last=False)
+        room.receive(span=0, first=2, count=2, last=True)
+    room.receive(span=0, first=2, count=2, last=False)
     room.refuse(0)
     with pytest.raises(RemoteProtocolError, match="was never requested, or was refused"):
-        room.land(span=0, first=4, count=1, last=True)
+        room.receive(span=0, first=4, count=1, last=True)

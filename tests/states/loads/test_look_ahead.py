@@ -96,7 +96,7 @@ def test_who_is_admitted_goes_on_with_reads_that_are_under_way() -> None:
     rig.fetched(first)
     rig.fetched(third)
     make_room(rig)
-    # Nothing is read twice: the copy of the first run, of the third, which landed early, and the promise of all.
+    # Nothing is read twice: the copy of the first run, of the third, which ended early, and the promise of all.
     assert fetches(rig) == []
     assert rig.take(commands.SendPromise).promised_tokens == 8
     assert [len(copy.source_pages) for copy in rig.take_all(commands.CopyPages, target="device")] == [3, 2]
@@ -140,16 +140,16 @@ def test_a_read_that_is_late_while_its_request_waits_is_given_up_with_what_follo
     rig.core.check()
 
 
-@pytest.mark.parametrize("landed", [0, 1, 2, 3])
-def test_an_abort_gives_back_what_is_not_under_way(landed: int) -> None:
+@pytest.mark.parametrize("ended", [0, 1, 2, 3])
+def test_an_abort_gives_back_what_is_not_under_way(ended: int) -> None:
     rig = waiting_rig()
     rig.answer(rig.take(commands.QueryStorage), 8)
     runs = fetches(rig)
-    for fetch in runs[:landed]:
+    for fetch in runs[:ended]:
         rig.fetched(fetch)
     rig.abort("a")
     rig.take(commands.ReportFailed)
-    for fetch in runs[landed:]:
+    for fetch in runs[ended:]:
         rig.fetched(fetch)
     assert rig.core.state.host.owned == 0
     assert rig.core.state.index.host_protected == 0

@@ -56,7 +56,7 @@ def test_who_waits_is_sent_only_what_follows_the_common_part_and_at_once() -> No
     assert rig.core.statistics()["shared_transfer_pages"] == 8
 
 
-def test_the_common_part_is_handed_over_when_it_has_landed_not_when_all_has() -> None:
+def test_the_common_part_is_handed_over_when_it_has_arrived_not_when_all_has() -> None:
     rig = sharing()
     first, second = ask(rig, "a", A), ask(rig, "b", B)
     rig.chunk(second)
@@ -70,7 +70,7 @@ def test_the_common_part_is_handed_over_when_it_has_landed_not_when_all_has() ->
     assert third.promised_tokens == 10, "what b brought and a's first pages are cache by now"
 
 
-def test_what_has_landed_before_somebody_came_is_theirs_at_once() -> None:
+def test_what_has_arrived_before_somebody_came_is_theirs_at_once() -> None:
     rig = sharing()
     first = ask(rig, "a", A)
     rig.chunk(first, count=10, last=False)

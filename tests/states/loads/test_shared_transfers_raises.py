@@ -126,5 +126,5 @@ def bring(rig: Rig, request_id: str, generation: int) -> None:
             if not span.ended:
                 first = span.cursors.get(0, span.first)
                 rest = span.first + span.count - first
-                rig.step(events.ChunkLanded, rank=0, span=number, first=first, count=rest, last=True, **fields)
-        rig.step(events.AuxLanded, rank=0, **fields)
+                rig.step(events.ChunkReceived, rank=0, span=number, first=first, count=rest, last=True, **fields)
+        rig.step(events.AuxReceived, rank=0, **fields)

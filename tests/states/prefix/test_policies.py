@@ -27,7 +27,7 @@ def stored_rig(**settings: object) -> Rig:
 # --- How long to wait ---
 
 
-def test_best_effort_waits_for_the_transfer_and_extends_what_has_not_landed() -> None:
+def test_best_effort_waits_for_the_transfer_and_extends_what_has_not_arrived() -> None:
     rig = stored_rig(prefetch="best_effort", fetch_run_pages=3)
     promise = ask(rig, "a", TOKENS, 6)
     first, second = rig.take_all(commands.FetchPages)
@@ -48,7 +48,7 @@ def test_best_effort_waits_for_the_transfer_and_extends_what_has_not_landed() ->
     assert rig.core.statistics()["l3_fetches_cut"] == 1
 
 
-def test_best_effort_cuts_nothing_that_has_landed_before_the_transfer() -> None:
+def test_best_effort_cuts_nothing_that_has_arrived_before_the_transfer() -> None:
     rig = stored_rig(prefetch="best_effort")
     promise = ask(rig, "a", TOKENS, 6)
     rig.fetched(rig.take(commands.FetchPages))

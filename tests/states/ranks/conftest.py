@@ -115,8 +115,8 @@ class Ranks:
         self.turn()
         for agreement in self.agreements:
             agreement.receive(events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=1))
-        self.room(events.ChunkLanded, rank=0, span=0, first=0, count=len(tokens), last=True)
-        self.room(events.AuxLanded, rank=0)
+        self.room(events.ChunkReceived, rank=0, span=0, first=0, count=len(tokens), last=True)
+        self.room(events.AuxReceived, rank=0)
         self.turn()
         self.take(commands.SendPromise)
         self.take(commands.SendReceived)
@@ -127,7 +127,7 @@ class Ranks:
 
     def chunk(self, rank: int, first: int, count: int, *, last: bool, writer: int = 0, span: int = 0) -> None:
         """Pages of the room of "a" have come on one rank."""
-        self.room(events.ChunkLanded, ranks=[rank], rank=writer, span=span, first=first, count=count, last=last)
+        self.room(events.ChunkReceived, ranks=[rank], rank=writer, span=span, first=first, count=count, last=last)
 
     def sent(self, *at: int) -> None:
         """The promise of "a" is on its way on these ranks."""

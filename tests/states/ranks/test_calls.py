@@ -173,8 +173,8 @@ def test_finish_waits_for_all_callers_and_a_missing_one_drops_the_request(make_r
     for rank in range(2):
         for event in (
             events.PromiseSent(at_s=0.0, request_id="b", generation=0, writer="p", ranks=1),
-            events.ChunkLanded(at_s=0.0, request_id="b", generation=0, rank=0, span=0, first=0, count=4, last=True),
-            events.AuxLanded(at_s=0.0, request_id="b", generation=0, rank=0),
+            events.ChunkReceived(at_s=0.0, request_id="b", generation=0, rank=0, span=0, first=0, count=4, last=True),
+            events.AuxReceived(at_s=0.0, request_id="b", generation=0, rank=0),
         ):
             ranks.agreements[rank].receive(event)
     ranks.turn()

@@ -44,8 +44,8 @@ def serve(ranks, promise: commands.SendPromise) -> None:
     at, first = {"request_id": "a", "generation": promise.generation}, len(TOKENS) - len(promise.pages)
     for agreement in ranks.agreements:
         agreement.receive(events.PromiseSent(at_s=0.0, writer="p", ranks=1, **at))
-    ranks.receive(events.ChunkLanded, rank=0, span=0, first=first, count=len(promise.pages), last=True, **at)
-    ranks.receive(events.AuxLanded, rank=0, **at)
+    ranks.receive(events.ChunkReceived, rank=0, span=0, first=first, count=len(promise.pages), last=True, **at)
+    ranks.receive(events.AuxReceived, rank=0, **at)
     ranks.turn()
 
 

@@ -96,7 +96,7 @@ def test_a_room_has_come_as_far_as_its_slowest_rank(make_ranks) -> None:
     ranks.turn()
     assert ranks.types() == ["PromiseSent"]
     ranks.chunk(0, 0, 4, last=True)
-    ranks.room(events.AuxLanded, ranks=[0], rank=0)
+    ranks.room(events.AuxReceived, ranks=[0], rank=0)
     # Rank 1 has two prefill ranks.
     ranks.chunk(1, 0, 3, last=False)
     assert ranks.turn().events == []
@@ -105,12 +105,12 @@ def test_a_room_has_come_as_far_as_its_slowest_rank(make_ranks) -> None:
     assert [(event.first, event.count, event.last) for event in ranks.taken] == [(0, 2, False)]
     ranks.chunk(1, 3, 1, last=True)
     ranks.chunk(1, 2, 2, last=True, writer=1)
-    ranks.room(events.AuxLanded, ranks=[1], rank=0)
+    ranks.room(events.AuxReceived, ranks=[1], rank=0)
     ranks.turn()
     assert [(event.first, event.count, event.last) for event in ranks.taken] == [(2, 2, True)]
-    ranks.room(events.AuxLanded, ranks=[1], rank=1)
+    ranks.room(events.AuxReceived, ranks=[1], rank=1)
     ranks.turn()
-    assert ranks.types() == ["AuxLanded"]
+    assert ranks.types() == ["AuxReceived"]
     assert ranks.take(commands.ReportReady).sources["transfer"] == 4
 
 
@@ -127,7 +127,7 @@ def test_chunks_that_do_not_fit_change_nothing(make_ranks) -> None:
         (0, 1, False, 0, 1),
     ):
         ranks.chunk(0, first, count, last=last, writer=writer, span=span)
-    ranks.room(events.AuxLanded, rank=4)
+    ranks.room(events.AuxReceived, rank=4)
     assert ranks.turn().events == []
     # A last chunk in the middle ends nothing, and what comes behind the end is not counted.
     ranks.chunk(0, 0, 2, last=True)
@@ -144,11 +144,11 @@ def test_a_first_token_from_a_writer_that_the_room_does_not_have_changes_nothing
     ranks.sent(0, 1)
     ranks.turn()
     for writer in (1, -1):
-        ranks.room(events.AuxLanded, rank=writer)
+        ranks.room(events.AuxReceived, rank=writer)
         assert ranks.turn().events == []
-    ranks.room(events.AuxLanded, rank=0)
+    ranks.room(events.AuxReceived, rank=0)
     ranks.turn()
-    assert ranks.types() == ["AuxLanded"]
+    assert ranks.types() == ["AuxReceived"]
 
 
 def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every_writer(make_ranks) -> None:
@@ -199,7 +199,7 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     assert ranks.turn().events == []
     ranks.receive(events.WriterDead, ranks=[1], writer="p1")
     # Outcomes of a room after its end on this rank change nothing.
-    ranks.room(events.AuxLanded, ranks=[1], rank=0)
+    ranks.room(events.AuxReceived, ranks=[1], rank=0)
     ranks.turn()
     assert ranks.types() == ["RoomDrained"]
 
@@ -319,8 +319,8 @@ def test_aux_from_a_writer_that_the_room_does_not_have_changes_nothing(make_rank
     ranks.sent(0, 1)
     ranks.turn()
     for writer in (1, -1):
-        ranks.room(events.AuxLanded, rank=writer)
+        ranks.room(events.AuxReceived, rank=writer)
         assert ranks.turn().events == []
-    ranks.room(events.AuxLanded, rank=0)
+    ranks.room(events.AuxReceived, rank=0)
     ranks.turn()
-    assert ranks.types() == ["AuxLanded"]
+    assert ranks.types() == ["AuxReceived"]

@@ -110,8 +110,8 @@ def test_callers_that_leave_different_component_pages_are_refused_on_all_ranks(r
     for agreement in ranks.agreements:
         for event in (
             events.PromiseSent(at_s=0.0, request_id="b", generation=promise.generation, writer="p", ranks=1),
-            events.ChunkLanded(at_s=0.0, request_id="b", generation=0, rank=0, span=0, first=0, count=4, last=True),
-            events.AuxLanded(at_s=0.0, request_id="b", generation=0, rank=0),
+            events.ChunkReceived(at_s=0.0, request_id="b", generation=0, rank=0, span=0, first=0, count=4, last=True),
+            events.AuxReceived(at_s=0.0, request_id="b", generation=0, rank=0),
         ):
             agreement.receive(event)
     ranks.turn()

@@ -175,8 +175,8 @@ def test_a_raise_while_a_frame_is_taken_does_not_lose_the_frame(monkeypatch: pyt
     rig = Rig()
     rig.bring(State.LOCAL_RESTORE)
     promise, copy = rig.take(commands.SendPromise), rig.take(commands.CopyPages, target="device")
-    for name in ("note_writer", "land_aux", "land"):
-        raise_times(monkeypatch, Rooms, name, 1 if name != "land" else 0)
+    for name in ("note_writer", "receive_aux", "take_chunk"):
+        raise_times(monkeypatch, Rooms, name, 1 if name != "take_chunk" else 0)
     rig.serve(promise)
     rig.copied(copy)
     rig.take(commands.ReportReady)

@@ -149,7 +149,7 @@ def test_a_request_triggers_the_machine_once_for_each_fact_and_each_state() -> N
 
     fired = triggers_of(rig, run)
     assert [name for name, _ in fired] == [
-        "StorageDue", "Granted", "PlanDue", "Progressed", "PromiseSent", *["ChunkLanded"] * 4, "AuxLanded",
+        "StorageDue", "Granted", "PlanDue", "Progressed", "PromiseSent", *["ChunkReceived"] * 4, "AuxReceived",
         "Progressed", "FinishRequested",
     ]  # fmt: skip
     assert all(is_taken for _, is_taken in fired)

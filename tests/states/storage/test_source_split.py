@@ -163,7 +163,7 @@ def test_after_each_end_of_the_transfer_it_takes_over_pages_that_it_brings_soone
         rig.chunk(extend)
     last = rig.take(commands.SendExtend)
     assert last.first == 0
-    # That it was to have landed long ago counts for the plans that follow.
+    # That it was to have arrived long ago counts for the plans that follow.
     assert rig.core.storage.source_load.page_s > 0.25
     rig.chunk(last)
     rig.take(commands.SendReceived)

@@ -191,12 +191,12 @@ async def test_a_cancelled_write_settles_before_it_raises(pair: Any, monkeypatch
     writer = pair.writer.transport
     assert writer.statistics()["writes_in_flight"] == 0
     # Nothing lands after the raise: what is there now stays.
-    landed = writer.statistics()["bytes_written"]
+    written = writer.statistics()["bytes_written"]
     pages = [piece.copy() for piece in pair.target.pool.pieces]
     await pair.write([0], [60])
     for page, piece in zip(pages, pair.target.pool.pieces, strict=True):
         assert np.array_equal(page[:60], piece[:60])
-    assert landed < 40 * sum(PIECES)
+    assert written < 40 * sum(PIECES)
 
 
 async def test_a_write_to_a_hanging_peer_outlives_its_caller_and_ends_with_the_transport(
