@@ -55,7 +55,7 @@ COMPONENT_CALLS = (
     "drain",
     "settle",
 )
-POOL_CALLS = ("take", "give_back", "drain", "settle", "hand_back")
+POOL_CALLS = ("take", "give_back", "drain", "settle", "return_lent")
 STATE_CALLS = ("emit", "start_operation", "make_device_room", "make_host_room")
 PLACES_MAX = 24
 

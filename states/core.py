@@ -498,7 +498,7 @@ class Core:
             self.state.load_failed(load)
             self._raised(sender, None, "fill")
 
-    def hand_over(self) -> None:
+    def serve_waiters(self) -> None:
         """End the load up to the last received page that another request waits for."""
         load, _ = _pop_first(self.state.progressed_loads)
         self.state.run_guarded(partial(self.shared_transfers.take_received, load))
@@ -622,9 +622,9 @@ class Core:
         self.state.pages_were_freed()
         return False
 
-    def hand_back(self) -> None:
+    def return_lent(self) -> None:
         """Return lent pages without a writer to the embedder, with the outcome of their request."""
-        self.state.run_guarded(self.lending.hand_back)
+        self.state.run_guarded(self.lending.return_lent)
 
     def release_ahead(self) -> None:
         """Release what was fetched ahead for the request and its plan does not use."""
@@ -675,12 +675,12 @@ CONSEQUENCES = (
     Consequence("A request has lost its pages to another writer", Core.send_back, lambda of: of.state.preempted),
     Consequence("Component pages have lost their source", Core.ask_for_component_pages, lambda of: of.state.unserved),
     Consequence("A load has failed", Core.fill_failed, lambda of: of.state.failed_loads),
-    Consequence("A shared transfer has progressed", Core.hand_over, lambda of: of.state.progressed_loads),
+    Consequence("A shared transfer has progressed", Core.serve_waiters, lambda of: of.state.progressed_loads),
     Consequence("A request may be able to move on", Core.move_on, lambda of: of.state.dirty),
     Consequence("A write was deferred", Core.put_waiting, lambda of: of.backups.waiting, _may_put),
     Consequence("A write of components was deferred", Core.put_waiting_components, _component_puts, _may_put),
     Consequence("Pages were freed, or can be", Core.reclaim_and_admit, lambda of: of.state.admission_due),
-    Consequence("Lent pages may have no writer any more", Core.hand_back, lambda of: of.lending.due),
+    Consequence("Lent pages may have no writer any more", Core.return_lent, lambda of: of.lending.due),
     Consequence("A plan is fixed, and pages were fetched ahead", Core.release_ahead, lambda of: of.state.ahead_over),
     Consequence("Pages can be fetched or written ahead", Core.work_ahead, lambda of: of.state.ahead_due),
 )

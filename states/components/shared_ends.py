@@ -171,10 +171,10 @@ class SharedEnds:
         Call it before the request can become READY: from then on its caller writes to the pages that others copy.
         """
         if request.component_pages is not None:
-            self.hand_over(request)
+            self.serve_waiters(request)
             self._state.run_guarded(partial(self.watch, request))
 
-    def hand_over(self, request: Request) -> None:
+    def serve_waiters(self, request: Request) -> None:
         """Start the copies to the waiters of a request, if everything of its end is in place. Raises nothing but
         BrokenInvariant.
         """

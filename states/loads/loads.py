@@ -492,7 +492,7 @@ class Loads:
         """End a load whose pages a room has brought by extend."""
         self._end(load, "transfer")
 
-    def handed_over(self, load: Load) -> None:
+    def received(self, load: Load) -> None:
         """End a load of a shared transfer. The pages count as transfer for the sender and as L1 for other waiters."""
         self._end(load, "l1", sender_source="transfer")
 

@@ -132,7 +132,7 @@ class SharedTransfers:
         shared = sum(count for request, count in load.waiters.items() if request is not sender)
         if shared:
             self._state.count("shared_transfer_pages", shared)
-        self._loads.handed_over(load)
+        self._loads.received(load)
 
     # --- The sender leaves ---
 

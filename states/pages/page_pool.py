@@ -301,7 +301,7 @@ class LentPool(PagePool):
     """A pool of pages that belong to the embedder, which lends them to one request at a time.
 
         free: the embedder's ──lend──▶ owned: lent ──drain──▶ draining
-                             ◀─hand_back─┤  ◀───────settle──────┘
+                             ◀return_lent┤  ◀───────settle──────┘
 
     A part of the core that gives pages back, or settles them, leaves them lent: the embedder gets all pages of a
     request at once, when none of them has a writer any more. No page is ever cached, and none is taken without a name.
@@ -319,7 +319,7 @@ class LentPool(PagePool):
         """Take over pages of the embedder."""
         self._move(pages, _FREE, _OWNED)
 
-    def hand_back(self, pages: PageIds) -> None:
+    def return_lent(self, pages: PageIds) -> None:
         """Return lent pages without a writer to the embedder."""
         self._move(pages, _OWNED, _FREE)
 

@@ -90,7 +90,7 @@ class Lending:
     def _lend(self, groups: Loan, undo: Rollback) -> None:
         for group, pages in groups.lent.items():
             self._pools[group].lend(pages)
-            undo.callback(self._pools[group].hand_back, pages)
+            undo.callback(self._pools[group].return_lent, pages)
 
     def _has_writers(self, groups: Loan) -> bool:
         return any(self._pools[group].has_writers(pages) for group, pages in groups.lent.items())
@@ -193,7 +193,7 @@ class Lending:
     def _note_settled(self, drained_of: dict[int, Loan], pages: PageIds) -> None:
         self.due.update((drained_of[page], None) for page in pages if page in drained_of)
 
-    def hand_back(self) -> None:
+    def return_lent(self) -> None:
         """Return the pages of the first loan that is due, with its outcome, unless they have a writer. Can be called
         again after an exception.
         """
@@ -204,7 +204,7 @@ class Lending:
         else:
             with Rollback() as undo:
                 for group, pages in lent.lent.items():
-                    self._pools[group].hand_back(pages)
+                    self._pools[group].return_lent(pages)
                     undo.callback(self._pools[group].lend, pages)
                 self._state.emit(self.returning[lent])
                 undo.keep()

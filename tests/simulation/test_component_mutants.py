@@ -160,12 +160,12 @@ def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch)
 
 @mutant(r"holds garbage|holds \d+ instead of|changed while|which is being read|is being written by")
 def others_copy_an_end_before_it_is_in_place(patch: pytest.MonkeyPatch) -> None:
-    def hand_over(self: SharedEnds, request: Request) -> None:
+    def serve_waiters(self: SharedEnds, request: Request) -> None:
         sender = request.component_pages
         for waiter in [] if sender is None else list(sender.waiters):
             self._copy(sender, waiter)
 
-    patch.setattr(SharedEnds, "hand_over", hand_over)
+    patch.setattr(SharedEnds, "serve_waiters", serve_waiters)
 
 
 @mutant(r"changed while|which is being read|being written or read|is free|waits for \d+ copies|pages are owned")

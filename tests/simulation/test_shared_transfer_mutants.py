@@ -61,7 +61,7 @@ def pages_of_a_failed_transfer_stay_in_the_tree(patch: pytest.MonkeyPatch) -> No
     def leave(self: SharedTransfers, request: Request, *, settled: bool) -> None:
         for load in list(request.loads):
             if load.sender is request and load.span is not None:
-                self._loads.handed_over(load)
+                self._loads.received(load)
 
     patch.setattr(SharedTransfers, "leave", leave)
 

@@ -88,7 +88,7 @@ class Room:
         self._send_context = send_context
         self._on_end = on_end
         self._kept: dict[str, dict[int, int]] = {}
-        self._handed_over = asyncio.Event()
+        self._all_posted = asyncio.Event()
         self._advanced = asyncio.Event()
         self._settled = asyncio.Event()
         self._readers = 0
@@ -194,7 +194,7 @@ class Room:
             return
         for room_writer in self._room_writers:
             room_writer.state.remember(ids, start_token=start_token, end_token=end_token)
-        await self._hand_over()
+        await self._post_all()
 
     async def send_component_pages(self, component: str, pages: Iterable[int] | PageIds) -> None:
         """Hand over the pages of a component, after the whole prompt is computed and before `finish`.
@@ -214,7 +214,7 @@ class Room:
             room_writer.state.send_component_pages(component, ids)
         held = self.held(range(self.component_pages[component].first, self._state.page_count))
         self._kept.setdefault(component, {}).update(zip(held, ids, strict=True))
-        await self._hand_over()
+        await self._post_all()
 
     def keep_component_pages(self, component: str, first: int, pages: Iterable[int] | PageIds) -> None:
         """Let a peer with storage store pages of a component that decode did not request, before `finish`.
@@ -284,7 +284,7 @@ class Room:
             for room_writer in self._room_writers:
                 room_writer.send_aux(message)
             self._send_context.callbacks.on_finish(self)
-            await self._hand_over()
+            await self._post_all()
 
     async def _wait_written(self) -> None:
         """Wait until all that was sent so far is in place and reported, or the room has ended."""
@@ -373,7 +373,7 @@ class Room:
         for room_writer in self._room_writers:
             room_writer.advance()
         if not any(room_writer.state.can_write() for room_writer in self._room_writers):
-            self._handed_over.set()
+            self._all_posted.set()
         self._advanced.set()
         self._settle()
 
@@ -419,15 +419,15 @@ class Room:
             room_writer.end_waits()
         if is_aborted:
             self.aborted.set()
-        self._handed_over.set()
+        self._all_posted.set()
         self._advanced.set()
 
-    async def _hand_over(self) -> None:
+    async def _post_all(self) -> None:
         """Post all possible writes; wait while the limit of writes in flight holds others back."""
         self._advance()
         while any(room_writer.state.can_write() for room_writer in self._room_writers):
-            self._handed_over.clear()
-            await self._handed_over.wait()
+            self._all_posted.clear()
+            await self._all_posted.wait()
 
     def _settle(self) -> None:
         """Finish the room if it has an outcome, nothing is in flight and no reader is left."""
