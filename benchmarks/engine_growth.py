@@ -37,14 +37,14 @@ async def measure(figures: Figures, few: int, many: int, rounds: int) -> None:
         for rig in rigs:
             await stack.enter_async_context(rig.engine)
             await rig.block()
-        ratios, told = [], []
+        ratios, detail = [], []
         for _ in range(rounds):
             before = [await block_us(rigs[0]) for _ in range(FEW_BLOCKS)]
             many_us = await block_us(rigs[1])
             few_us = statistics.median([*before, *[await block_us(rigs[0]) for _ in range(FEW_BLOCKS)]])
             ratios.append(many_us / few_us)
-            told.append(f"{many_us:.0f} over {few_us:.0f} µs")
-            figures.add("engine.growth", statistics.median(ratios), "; ".join(told))
+            detail.append(f"{many_us:.0f} over {few_us:.0f} µs")
+            figures.add("engine.growth", statistics.median(ratios), "; ".join(detail))
 
 
 def main() -> None:

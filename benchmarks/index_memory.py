@@ -72,8 +72,8 @@ def main() -> None:
         nodes = list(index.nodes())
         keys = sum(len(node.edge) for node in nodes)
         pages = device.cached
-        told = f"{pages:,} pages in {len(nodes):,} nodes; {allocated / 1e6:.0f} MB, of which keys {keys / 1e6:.0f} MB"
-        figures.add("index.memory", (allocated - keys) / pages, told)
+        detail = f"{pages:,} pages in {len(nodes):,} nodes; {allocated / 1e6:.0f} MB, of which keys {keys / 1e6:.0f} MB"
+        figures.add("index.memory", (allocated - keys) / pages, detail)
 
 
 if __name__ == "__main__":

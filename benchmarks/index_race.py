@@ -119,8 +119,8 @@ def race_on_trace(
                 )
                 theirs, ours = (float(np.percentile(found[name], 99)) for name in (peer, form))
                 ratios.setdefault(f"{form}.p99", []).append(theirs / ours)
-        told = ", ".join(f"{name} {statistics.median(values):.1f} µs" for name, values in times.items())
-        figures.note(f"{len(prompts)} requests, {capacity:,} tokens: {told} a request")
+        detail = ", ".join(f"{name} {statistics.median(values):.1f} µs" for name, values in times.items())
+        figures.note(f"{len(prompts)} requests, {capacity:,} tokens: {detail} a request")
         for name, values in ratios.items():
             words = f"rounds {min(values):.1f} to {max(values):.1f} at {capacity:,} tokens"
             least[name] = min(least.get(name, (float("inf"), "")), (statistics.median(values), words))
@@ -192,7 +192,7 @@ def race_eviction(figures: Figures, rounds: int) -> None:
 
 def race_locks(figures: Figures, rounds: int) -> None:
     """Compare lock and unlock at the end of a path of several nodes; the figure is the smallest ratio of the depths."""
-    told, least = list[str](), float("inf")
+    detail, least = list[str](), float("inf")
     for depth in DEPTHS:
         ids = numbers(PAGE * depth, 9)
         calls = []
@@ -205,9 +205,9 @@ def race_locks(figures: Figures, rounds: int) -> None:
 
             calls.append(lambda work=there_and_back: per_call_ns(work))
         ratio, own, other = race(*calls, 3 * rounds)
-        told.append(f"depth {depth}: {own / 1e3:.2f} µs against {other / 1e3:.2f} µs, {ratio:.1f} times")
+        detail.append(f"depth {depth}: {own / 1e3:.2f} µs against {other / 1e3:.2f} µs, {ratio:.1f} times")
         least = min(least, ratio)
-    figures.add("sglang.lock", least, "; ".join(told))
+    figures.add("sglang.lock", least, "; ".join(detail))
 
 
 def race_keys(figures: Figures, rounds: int) -> None:
@@ -241,8 +241,8 @@ def note_limits(figures: Figures) -> None:
         "copy": lambda: within[64:],
         "SHA-256 in one pass": lambda: sha256(packed).digest(),
     }
-    told = ", ".join(f"{name} {per_call_ns(work) / 1e3:.1f} µs" for name, work in parts.items())
-    figures.note(f"limits for 32k packed tokens: {told}")
+    detail = ", ".join(f"{name} {per_call_ns(work) / 1e3:.1f} µs" for name, work in parts.items())
+    figures.note(f"limits for 32k packed tokens: {detail}")
 
 
 def main() -> None:

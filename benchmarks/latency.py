@@ -67,7 +67,7 @@ TURNS_MAX = 1 << 12
 """Maximum requests of one task of the load, each with tokens of its own."""
 
 
-async def be_prefill(told: Connection) -> None:
+async def be_prefill(parent: Connection) -> None:
     """Run a prefill worker that answers after a delay.
 
     At the end it reports when which pages of decode were written.
@@ -93,17 +93,17 @@ async def be_prefill(told: Connection) -> None:
         await room.received()
 
     async with PrefillPeer(PrefillConfig(model="synthetic"), device=pool, transport=transport, on_room=serve) as peer:
-        told.send(peer.address)
+        parent.send(peer.address)
         loop = asyncio.get_running_loop()
-        while await loop.run_in_executor(None, told.recv):
-            told.send((written, poller_cpu_s()))
+        while await loop.run_in_executor(None, parent.recv):
+            parent.send((written, poller_cpu_s()))
             written = []
 
 
-def prefill_process(told: Connection) -> None:
+def prefill_process(parent: Connection) -> None:
     """Run the process of the prefill worker."""
     torch.set_num_threads(1)
-    uvloop.run(be_prefill(told))
+    uvloop.run(be_prefill(parent))
 
 
 @contextmanager
@@ -264,8 +264,8 @@ async def measure_load(figures: Figures, seconds: float) -> None:
     figures.add("lag.p99", float(np.percentile(load.lag_ms, 99)), f"p50 {np.median(load.lag_ms):.2f} ms")
     total = count + IN_FLIGHT
     per_request = {name: messages / total for name, messages in sent.items() if name not in ("Ping", "Hello")}
-    told = ", ".join(f"{name} {rate:.2f}" for name, rate in per_request.items())
-    figures.add("round_trips", sum(per_request.values()), f"decode's messages a request: {told}")
+    rates = ", ".join(f"{name} {rate:.2f}" for name, rate in per_request.items())
+    figures.add("round_trips", sum(per_request.values()), f"decode's messages a request: {rates}")
     figures.add(
         "poller.busy", 100 * (end_cpu_s - cpu_s) / wall_s, f"the prefill worker's, {count / wall_s:.0f} rooms/s"
     )

@@ -91,8 +91,8 @@ def read_engine(_: Path, output: str) -> Outcome:
 def read_storage(file: Path, _: str) -> Outcome:
     """Read `storage.py --json`."""
     asked = [target for target in json.loads(file.read_text())["targets"] if target["what"].startswith("exists")]
-    told = "; ".join(f"{target['what']}: {target['got']}" for target in asked)
-    return Outcome({"exists": max(float(target["got"]) for target in asked)}, {"exists": told})
+    detail = "; ".join(f"{target['what']}: {target['got']}" for target in asked)
+    return Outcome({"exists": max(float(target["got"]) for target in asked)}, {"exists": detail})
 
 
 def read_gpu(file: Path, _: str) -> Outcome:

@@ -31,9 +31,9 @@ def user_figures() -> str:
 def maintainers_figures() -> str:
     """Return the tables of parts and of first rounds, and the names of targets without a figure, as Markdown."""
     lines = [*_group("parts"), *_group("user", models=True), *first_rounds()]
-    told = {name for group in GROUPS for name in _figures(group)}
+    named = {name for group in GROUPS for name in _figures(group)}
     lines += ["### Targets without a kept figure", "", "`--list` says what each measures, and its bound:", ""]
-    lines.append(", ".join(target.name for target in TARGETS if target.name not in told))
+    lines.append(", ".join(target.name for target in TARGETS if target.name not in named))
     return "\n".join(lines)
 
 

@@ -155,10 +155,10 @@ def draw(profile: Profile, requests: int, words: str) -> str:
             return
         deepest = max(deepest, depth)
         y, name = ROW * (depth + 1), box.place.rpartition(":")[2]
-        told = f"{box.place}: {box.calls / requests:.1f} calls, {box.total / requests:.0f} instructions ({part})"
+        detail = f"{box.place}: {box.calls / requests:.1f} calls, {box.total / requests:.0f} instructions ({part})"
         text = f'<text x="{x + 3:.1f}" y="{y + 12}">{escape(name[: int(width / 6.2)])}</text>' if width > 30 else ""
         found.append(
-            f'<g><title>{escape(told)}</title><rect x="{x:.1f}" y="{y}" width="{width - 0.4:.1f}" height="{ROW - 1}" '
+            f'<g><title>{escape(detail)}</title><rect x="{x:.1f}" y="{y}" width="{width - 0.4:.1f}" height="{ROW - 1}" '
             f'fill="{colors[part]}"/>{text}</g>'
         )
         x += box.instructions / total * WIDTH

@@ -143,8 +143,8 @@ def main() -> None:
     with Figures(chosen.json) as figures:
         curves = {name: MEASURES[name](chosen.collector) for name in chosen.only or MEASURES}
         for name, points in curves.items():
-            told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
-            figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)
+            detail = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
+            figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), detail)
         if chosen.plot:
             from benchmarks.plots import plot_scaling, save_plot
 

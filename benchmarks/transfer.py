@@ -103,8 +103,8 @@ class Row:
         """Cells of the table: time of one write, by kind of measurement, and GB/s in a stream."""
         streams = [statistics.median(seconds) / self.stream_writes for seconds in (self.streamed, self.bare_streamed)]
         alone = [statistics.median(seconds) for seconds in (self.lone, self.by_thread, self.bare)]
-        told = [text for s in streams for text in (f"{s * 1e6:.0f}", f"{self.shape.size_bytes / s / 1e9:.2f}")]
-        return [str(self.shape), self.order, *told, f"{self.share():.0f}", *(f"{s * 1e6:.0f}" for s in alone)]
+        cells = [text for s in streams for text in (f"{s * 1e6:.0f}", f"{self.shape.size_bytes / s / 1e9:.2f}")]
+        return [str(self.shape), self.order, *cells, f"{self.share():.0f}", *(f"{s * 1e6:.0f}" for s in alone)]
 
 
 def of_pairs(limits_s: list[float], ours_s: list[float]) -> float:

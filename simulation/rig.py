@@ -233,7 +233,7 @@ class Rig:
 
     def settle(self) -> list[commands.Command]:
         """End everything in flight successfully, with empty storage; returns the commands for callers."""
-        told: list[commands.Command] = []
+        emitted: list[commands.Command] = []
         while self.pending:
             pending, self.pending = self.pending, []
             for wish in pending:
@@ -253,8 +253,8 @@ class Rig:
                     case commands.SendAbort():
                         self.drained(wish)
                     case _:
-                        told.append(wish)
-        return told
+                        emitted.append(wish)
+        return emitted
 
     def make_ready(self, request_id: str, tokens: bytes, **fields: object) -> commands.ReportReady:
         """Restore a prompt by prefill only; storage, if it is queried, has nothing."""

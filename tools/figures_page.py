@@ -82,19 +82,19 @@ def _simulate(report: Mapping[str, Any]) -> str:
 
 
 def _pairs(*reports: Mapping[str, Any]) -> str:
-    told = []
+    parts = []
     for peer, report in zip(PAIRS.values(), reports, strict=True):
         words = []
         # Ours first: it is what the others are compared with.
         for one in sorted(report["figures"], key=lambda one: not one["variant"].startswith("tidekv")):
             times = f" and {_later_turns_ms(one):,.0f} ms" if _has_times(report) else ""
             words.append(f"{_from_prefill(one):.1f} MiB{times} with {PAIR_TITLES[one['variant']]}")
-        told.append(f"{peer}: {'; '.join(words)}")
+        parts.append(f"{peer}: {'; '.join(words)}")
     failed = any(_failures(one) for report in reports for one in report["figures"])
     right = "Not all" if failed else "All"
     return (
         "real pairs of servers, multi-turn conversations: bytes that prefill sends, and median time to the first token "
-        f"from the second turn on. {'. '.join(told)}. {right} answers equal those of one server"
+        f"from the second turn on. {'. '.join(parts)}. {right} answers equal those of one server"
     )
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tidekv.backends.checksums import FoundChecksums, HostChecksums
 from tidekv.backends.completions import Completions
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover
-from tidekv.backends.copies.cuda import CopyChoice, CudaMover, StagedCloner, Told
+from tidekv.backends.copies.cuda import CopyChoice, CudaMover, OnLayer, StagedCloner
 from tidekv.backends.copies.lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
 from tidekv.backends.copies.pieces import check_layer, layer_count
 from tidekv.backends.copies.stream_lane import Layers, Move
@@ -167,7 +167,9 @@ class PageCopier:
             streams=streams_of(self._device.device),
             launched=asyncio.get_running_loop().create_future(),
         )
-        move = self._verified_first(sources, partial(_by_layer, mover, sources, targets, copy.told, copy.layer_count))
+        move = self._verified_first(
+            sources, partial(_by_layer, mover, sources, targets, copy.on_layer, copy.layer_count)
+        )
         copy.done = self._submit(
             TO_DEVICE, move, len(sources), len(targets), launched=copy.launched, layers=copy.marked
         )
@@ -303,14 +305,14 @@ def _small_pages(mover: Mover | None, cloner: StagedCloner | PageCloner, page_by
     return min(SMALL_BYTES_MAX // page_bytes, SMALL_STEPS_MAX // steps)
 
 
-def _by_layer(mover: Mover, sources: PageIndex, targets: PageIndex, told: Told, layers: int) -> None:
+def _by_layer(mover: Mover, sources: PageIndex, targets: PageIndex, on_layer: OnLayer, layers: int) -> None:
     """Copy layer by layer; with checksums copy and verify everything, and mark the layers then."""
     if not isinstance(mover, CheckedMover):
-        mover.to_device_by_layer(sources, targets, told)
+        mover.to_device_by_layer(sources, targets, on_layer)
         return
     mover.to_device(sources, targets)
     for _ in range(layers):
-        told(InlineMark())
+        on_layer(InlineMark())
 
 
 def _report_layers(on_layers: Callable[[int], None], layers: int, arrived: asyncio.Future[None]) -> None:
@@ -351,7 +353,7 @@ class LayeredCopy:
         """Return whether the layer's bytes are in place. Raises what `follow` raises."""
         return self._mark(layer).is_reached()
 
-    def told(self, mark: Mark) -> None:
+    def on_layer(self, mark: Mark) -> None:
         """Add the next layer's mark. Called by the launch of the copy, before `launched` ends."""
         self._marks.append(mark)
         if isinstance(mark, InlineMark):

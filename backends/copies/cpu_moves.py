@@ -48,13 +48,15 @@ class PageMover:
         for group in self._groups:
             group.to_device(host_pages, device_pages, runs)
 
-    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Callable[[Mark], None]) -> None:
-        """Copy host pages to device pages, pairwise, layer 0 of all pages first; calls `told` after each layer."""
+    def to_device_by_layer(
+        self, host_pages: PageIndex, device_pages: PageIndex, on_layer: Callable[[Mark], None]
+    ) -> None:
+        """Copy host pages to device pages, pairwise, layer 0 of all pages first; calls `on_layer` after each layer."""
         runs = list(page_runs(host_pages, device_pages))
         for layer in range(self._layers):
             for group in self._groups:
                 group.layer_to_device(host_pages, device_pages, runs, layer)
-            told(InlineMark())
+            on_layer(InlineMark())
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Copy device pages to host pages, pairwise."""

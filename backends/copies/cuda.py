@@ -76,7 +76,7 @@ class CopyChoice:
         return CopyForm.ASYNC
 
 
-Told = Callable[[Mark], None]
+OnLayer = Callable[[Mark], None]
 """Receives the mark after each layer, from layer 0 on."""
 
 
@@ -97,14 +97,14 @@ class KernelMover:
         stream.run(pairs.upload)
         stream.run(partial(self._pieces.move, self._pages, pairs, range(pairs.count), to_rows=True))
 
-    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
-        """As `to_device`, layer 0 first; calls `told` after each."""
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, on_layer: OnLayer) -> None:
+        """As `to_device`, layer 0 first; calls `on_layer` after each."""
         stream = self._streams.current()
         pairs = PagePairs(device_pages, host_pages, self._device.device)
         stream.run(pairs.upload)
         for layer in range(self._layers):
             stream.run(partial(self._pieces.move_layer, self._pages, pairs, layer, to_rows=True))
-            told(stream.mark())
+            on_layer(stream.mark())
 
     def warm_up(self) -> None:
         """Compile what the launches need, and move nothing."""
@@ -134,12 +134,12 @@ class LayerMover:
             for group, start in group_offsets(host.layout)
         ]
 
-    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
-        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, on_layer: OnLayer) -> None:
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `on_layer` after each."""
         stream = self._streams.current()
         for layer in range(self._layers):
             stream.run(partial(self._move_layer, layer, host_pages, device_pages))
-            told(stream.mark())
+            on_layer(stream.mark())
 
     def _move_layer(self, layer: int, host_pages: PageIndex, device_pages: PageIndex) -> None:
         ones = np.ones(len(host_pages), dtype=np.int64)
@@ -220,12 +220,12 @@ class CudaMover:
         if len(host_pages):
             self._staged.to_host(device_pages, host_pages)
 
-    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
-        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, on_layer: OnLayer) -> None:
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `on_layer` after each."""
         if len(host_pages) and self._kernel is not None and self.layer_form() is CopyForm.KERNEL:
-            self._kernel.to_device_by_layer(host_pages, device_pages, told)
+            self._kernel.to_device_by_layer(host_pages, device_pages, on_layer)
         else:
-            self._layers.to_device_by_layer(host_pages, device_pages, told)
+            self._layers.to_device_by_layer(host_pages, device_pages, on_layer)
 
     def _staged_by(self, pieces: Pieces) -> StagedMover:
         return StagedMover(self._device, self._host, streams=self._streams, pieces=pieces, copies=self._copies)

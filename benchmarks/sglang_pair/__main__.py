@@ -156,8 +156,8 @@ def conversations(
     shown = console()
     shown.print(first_token_table(load, figures))
     # SGLang's decode tells them at its own promise; tidekv finds its tiers later, and counts them in its metrics.
-    told = {name: given for name, given in promised.items() if VARIANTS[name].settings is None}
-    asked = [told[one.variant.name] for one in figures if one.variant.name in told]
+    counted = {name: given for name, given in promised.items() if VARIANTS[name].settings is None}
+    asked = [counted[one.variant.name] for one in figures if one.variant.name in counted]
     if asked:
         shown.print(tiers_table(load, asked))
     shown.print(totals_table(figures, titles=SOURCES))

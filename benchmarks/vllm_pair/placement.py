@@ -206,7 +206,7 @@ async def _emptied(client: Client, server: Server, listener: Listener, *, blocks
     async def is_free() -> bool:
         return not await server.held()
 
-    async def is_told() -> bool:
+    async def has_published() -> bool:
         # Events travel with steps, which an idle server does not make.
         await client.complete(server.url, [FIRST_WORD], count=4, request_id=f"step-{uuid4().hex[:8]}")
         return listener.blocks == blocks and "GPU" not in listener.media
@@ -214,7 +214,9 @@ async def _emptied(client: Client, server: Server, listener: Listener, *, blocks
     # vLLM does not empty it while blocks are held, as those of the last prompt are until they are in host memory.
     await _until(is_free, lambda: f"{server.name} holds blocks")
     await server.reset_prefix_cache()
-    await _until(is_told, lambda: f"{server.name} publishes {listener.blocks} blocks, not {blocks}: {listener.media}")
+    await _until(
+        has_published, lambda: f"{server.name} publishes {listener.blocks} blocks, not {blocks}: {listener.media}"
+    )
 
 
 async def _placed(servers: Sequence[Server], before: Sequence[float]) -> int:

@@ -42,26 +42,28 @@ def timeline(
     from tidekv.engine.trace.request_traces import read_request_traces
 
     replayer = Replayer(journal, run=run)
-    told = read_request_traces(replayer)
+    traces = read_request_traces(replayer)
     refuse_without_events(replayer)
-    request_traces = told.all if request is None else told.named(request)
+    request_traces = traces.all if request is None else traces.named(request)
     if request is not None and not request_traces:
-        raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(told.all)} requests")
+        raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(traces.all)} requests")
     if html is not None:
-        page = html_page(request_traces, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}", pools=told.pools)
+        page = html_page(
+            request_traces, now_s=traces.last_at_s, title=f"tidekv: {Path(journal).name}", pools=traces.pools
+        )
         _write(html, page.encode())
     else:
         console = Console()
         width = max(20, console.width - NAME_COLUMNS)
         letters = console.color_system is None or console.no_color
         if request is None:
-            shown, what = _chosen(request_traces, slowest=slowest, limit=limit, now_s=told.last_at_s)
-            console.print(all_bars(shown, now_s=told.last_at_s, width=width, letters=letters))
+            shown, what = _chosen(request_traces, slowest=slowest, limit=limit, now_s=traces.last_at_s)
+            console.print(all_bars(shown, now_s=traces.last_at_s, width=width, letters=letters))
             if len(shown) < len(request_traces):
                 console.print(f"{what} of {len(request_traces)} requests; --limit 0 shows all")
         else:
             for request_trace in request_traces:
-                console.print(one_request(request_trace, now_s=told.last_at_s, width=width, letters=letters))
+                console.print(one_request(request_trace, now_s=traces.last_at_s, width=width, letters=letters))
     tell_torn(replayer, torn_ok=torn_ok)
 
 

@@ -596,14 +596,14 @@ class DecodeEngine:
         self._runtime.is_draining = True
         try:
             live = await self._live_after(timeout_s)
-            told = [] if first is None else [await first]
-            if told and has_live and within_s > told[0].seconds:
+            reports = [] if first is None else [await first]
+            if reports and has_live and within_s > reports[0].seconds:
                 # What the live requests have left since.
-                told.append(await self._stores.begin(within_s - told[0].seconds))
+                reports.append(await self._stores.begin(within_s - reports[0].seconds))
         except BaseException:
             self._stores.stop()
             raise
-        return self._stores.outcome(live, told)
+        return self._stores.outcome(live, reports)
 
     async def _live_after(self, timeout_s: float | None) -> list[str]:
         """Wait until no request is live, or until the timeout; return the ids of those that are."""
@@ -619,11 +619,11 @@ class DecodeEngine:
         self._runtime.check_open()
         done = self._stores.begin(within_s)
         try:
-            told = await done
+            report = await done
         except BaseException:
             self._stores.stop()
             raise
-        return self._stores.outcome(self._calls.live_ids(), [told])
+        return self._stores.outcome(self._calls.live_ids(), [report])
 
     async def wait_formed(self) -> None:
         """Wait until all ranks of the instance are connected; returns at once without ranks.

@@ -179,20 +179,20 @@ class StorageInUse:
     async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> Opened:
         """Open the new storage and drain the old one; on an error, close the new one."""
         parts = self._runtime
-        is_told = False
+        has_warned = False
         opened = Opened(None, {})
         opening = None if new is None else self._begin_register(new)
         try:
             if new is not None and opening is not None:
                 opened = await _opened(new, opening, deadline_s)
             if old is not None:
-                is_told = True
+                has_warned = True
                 self._tell(available=False)
                 await self._drain(old, deadline_s)
             if not parts.is_open:
                 raise EngineClosed("the engine was closed while storage was attached")
         except BaseException as error:
-            if is_told:
+            if has_warned:
                 self._tell(available=True)
             if new is not None and opening is not None:
                 try:

@@ -60,19 +60,19 @@ class StoreCalls:
         with suppress(RankLost):  # Then nothing is under way.
             parts.front.post(events.StoreRequested(at_s=parts.front.clock(), call=0, within_s=0.0))
 
-    def outcome(self, live: list[str], told: Sequence[ReportStored]) -> DrainOutcome:
+    def outcome(self, live: list[str], reports: Sequence[ReportStored]) -> DrainOutcome:
         """Return what runs have done, and log it in one line. Each but the first has found what was stored before."""
-        if not told:
+        if not reports:
             return DrainOutcome(live)
-        last, stored = told[-1], sum(each.stored for each in told)
+        last, stored = reports[-1], sum(each.stored for each in reports)
         outcome = DrainOutcome(
             live,
             stored=stored,
-            component_pages=sum(each.components_stored for each in told),
+            component_pages=sum(each.components_stored for each in reports),
             present=max(last.present + last.stored - stored, 0),
             left=last.left,
             failed=last.failed,
-            seconds=sum(each.seconds for each in told),
+            seconds=sum(each.seconds for each in reports),
         )
         LOG.info(
             "stored what storage lacked",

@@ -151,9 +151,9 @@ class _EventCheck:
             for prompt, said, truth in zip(left, map(self._index.reach, left), self._truth(left), strict=True):
                 # None: it is gone from the stream, so it should be gone here, too. Storage may have more than it says:
                 # pages that were there before the engine started.
-                told = said or (0, 0, 0)
-                if told[:2] != truth[:2] or told[2] > truth[2]:
-                    wrong.append((prompt, f"{len(prompt.tokens)} tokens: published {told}, there are {truth}"))
+                published = said or (0, 0, 0)
+                if published[:2] != truth[:2] or published[2] > truth[2]:
+                    wrong.append((prompt, f"{len(prompt.tokens)} tokens: published {published}, there are {truth}"))
             left, differing = [prompt for prompt, _ in wrong], [text for _, text in wrong]
             if not wrong or time.monotonic() > ends_s:
                 break

@@ -126,9 +126,9 @@ def same_host_copies(root: Path) -> Finding:
 def rdma(root: Path, *, environment: Mapping[str, str]) -> Finding:
     """Check for RDMA between hosts, and list the UCX settings of the environment."""
     devices = rdma_devices(root)
-    told = ", ".join(f"{name}={environment[name]}" for name in sorted(environment) if name.startswith("UCX_"))
+    variables = ", ".join(f"{name}={environment[name]}" for name in sorted(environment) if name.startswith("UCX_"))
     found = (f"devices: {', '.join(devices)}" if devices else "no RDMA device: UCX uses TCP and shared memory") + (
-        f"; {told}" if told else ""
+        f"; {variables}" if variables else ""
     )
     if devices and not (root / "dev/infiniband").is_dir():
         advice = "Give the container /dev/infiniband: the host has RDMA devices that it cannot open."
@@ -163,8 +163,8 @@ def listening(root: Path = Path("/"), *, pid: int | str = "self") -> list[str]:
 def data_plane(addresses: list[str], *, environment: Mapping[str, str]) -> Finding:
     """Check the addresses on which UCX opens ports if a worker listens on an address of the network."""
     devices = environment.get("UCX_NET_DEVICES", "")
-    told = f"UCX_NET_DEVICES={devices}" if devices else "UCX_NET_DEVICES is not set"
-    found = f"{told}; UCX listens on {', '.join(addresses) or 'no TCP port'}"
+    chosen = f"UCX_NET_DEVICES={devices}" if devices else "UCX_NET_DEVICES is not set"
+    found = f"{chosen}; UCX listens on {', '.join(addresses) or 'no TCP port'}"
     if devices or all(ip_address(address.rpartition(":")[0].strip("[]")).is_loopback for address in addresses):
         return Finding("data plane", "ok", found)
     advice = (

@@ -382,7 +382,7 @@ class EngineThread:
             if timeout_s <= 0:
                 return []
             mailbox.wait(timeout_s)
-        return [self._tickets.as_told(outcome) for outcome in mailbox.take()]
+        return [self._tickets.as_of_now(outcome) for outcome in mailbox.take()]
 
     def fileno(self) -> int:
         """The eventfd, for a selector: readable while `poll` would return an outcome or raise."""
@@ -561,7 +561,7 @@ class EngineThread:
             return
         self._tickets.close(ticket)
         try:
-            ticket.on_done(self._tickets.as_told(outcome))
+            ticket.on_done(self._tickets.as_of_now(outcome))
         except Exception:
             self._callbacks_raised += 1
             LOG.exception("on_done raised", request_id=ticket.live.request_id)

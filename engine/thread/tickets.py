@@ -273,7 +273,7 @@ class Tickets:
         # Without the lock, because each growth by a token calls this. Each of the reads is atomic.
         self._held(ready)
 
-    def as_told(self, outcome: Outcome) -> Outcome:
+    def as_of_now(self, outcome: Outcome) -> Outcome:
         """Return the outcome as of now: a request aborted since it became READY has failed."""
         if isinstance(outcome, Restored):
             live = self._live.get(outcome.request_id)

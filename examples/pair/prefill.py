@@ -26,14 +26,14 @@ async def serve(room: tidekv.Room) -> None:
 
 
 async def main(listen: str) -> None:
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)  # Before others learn the address.
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)  # Before others learn the address.
     transport = tidekv.NixlTransport(name="prefill-0")
     async with tidekv.PrefillPeer(
         tidekv.PrefillConfig(listen=listen), device=pool, transport=transport, on_room=serve
     ) as peer:
         print("listening on", peer.address, flush=True)
-        await told.wait()
+        await stopped.wait()
 
 
 try:

@@ -71,12 +71,12 @@ class Generation:
     """Restricts the tokens of the answer; without it each token is the most likely one."""
     kv_hints: Mapping[str, object] | None = None
     """An envelope of KV hints that came with the request."""
-    told: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
+    outcomes: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """Yield the tokens as they are generated. Raises the error that ended the request."""
-        while (item := await self.told.get()) is not None:
+        while (item := await self.outcomes.get()) is not None:
             if isinstance(item, Exception):
                 raise item
             yield item
@@ -92,7 +92,7 @@ class Generation:
         if self.phrases is not None and self.output:
             self.phrases.advance(token)
         self.output.append(token)
-        self.told.put_nowait(token)
+        self.outcomes.put_nowait(token)
         if token in end_tokens or (self.phrases is not None and not self.phrases.allowed()):
             self.finish_reason = "stop"
         elif len(self.output) == self.max_tokens:
@@ -233,17 +233,17 @@ class DecodeWorker:
         del self.live[generation.request_id]
         if task.cancelled():
             self.counts["cancelled"] += 1
-            generation.told.put_nowait(EngineClosed("the request was cancelled"))
+            generation.outcomes.put_nowait(EngineClosed("the request was cancelled"))
 
     async def _serve(self, generation: Generation) -> None:
         """Serve one request from its restore to its end."""
         try:
             await self._generate(generation)
             self.counts["finished"] += 1
-            generation.told.put_nowait(None)
+            generation.outcomes.put_nowait(None)
         except Exception as error:
             self.counts["refused" if isinstance(error, CapacityError) else "failed"] += 1
-            generation.told.put_nowait(error)
+            generation.outcomes.put_nowait(error)
         finally:
             # After `finish` or a failure the engine no longer has this id, and `abort` has no effect.
             if self.engine.is_running:

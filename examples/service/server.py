@@ -45,13 +45,13 @@ class DrainingServer(uvicorn.Server):
         self._drain_timeout_s = drain_timeout_s
         self._store_s = store_s
         self._loop = asyncio.get_running_loop()
-        self._is_told = asyncio.Event()
+        self._must_stop = asyncio.Event()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start draining; replaces uvicorn's own signal handler."""
-        if self._is_told.is_set():
+        if self._must_stop.is_set():
             self.should_exit = self.force_exit = True
-        self._loop.call_soon_threadsafe(self._is_told.set)
+        self._loop.call_soon_threadsafe(self._must_stop.set)
 
     async def run_until_drained(self, listener: socket.socket) -> None:
         """Serve until a signal arrives and every accepted request is answered."""
@@ -61,7 +61,7 @@ class DrainingServer(uvicorn.Server):
             draining.cancel()
 
     async def _stop_when_drained(self) -> None:
-        await self._is_told.wait()
+        await self._must_stop.wait()
         await self._worker.drain(self._drain_timeout_s)
         with suppress(EngineClosed):  # Then the worker's own end says why.
             await self._worker.engine.drain(0, store_s=self._store_s)

@@ -151,7 +151,7 @@ async def test_layers_are_followed_once_they_are_launched_and_not_before() -> No
     with pytest.raises(InvalidRequest, match="await launched first"):
         copy.follow(0)
     mark = GatedMark()
-    copy.told(mark)
+    copy.on_layer(mark)
     with pytest.raises(InvalidRequest, match="await launched first"):
         copy.is_ready(0)
     launched.set_result(None)

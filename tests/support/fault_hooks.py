@@ -115,14 +115,14 @@ class _GatedStream:
         self._gate = gate
         self._on_halt = on_halt
         self._checks_left: int | None = None
-        self._is_told = False
+        self._has_reported = False
         self._ended: Ended = []
 
     def hold(self, checks: int) -> None:
         """Take at most `checks` more turns, fewer if an operation ends, and then none until the gate is open."""
         if self._checks_left is None:
             self._checks_left = checks
-            self._is_told = False
+            self._has_reported = False
 
     @property
     def is_empty(self) -> bool:
@@ -148,8 +148,8 @@ class _GatedStream:
 
     def _is_passed(self) -> bool:
         """Whether the gate is open. The first call at a closed gate reports the halt."""
-        if not self._gate.is_set() and not self._is_told:
-            self._is_told = True
+        if not self._gate.is_set() and not self._has_reported:
+            self._has_reported = True
             self._on_halt()
         return self._gate.is_set()
 
@@ -164,7 +164,7 @@ class _Gated:
         self._on_halt = on_halt
         self._is_posted = False
         self._is_done = False
-        self._is_told = False
+        self._has_reported = False
 
     @property
     def rounds(self) -> int:
@@ -185,8 +185,8 @@ class _Gated:
 
     def _pass_gate(self) -> bool:
         """Continue if the gate is open. Before that no operation ends, whatever has happened to its bytes."""
-        if not self._gate.is_set() and not self._is_told:
-            self._is_told = True
+        if not self._gate.is_set() and not self._has_reported:
+            self._has_reported = True
             self._on_halt()
         if not self._gate.is_set():
             return False

@@ -140,7 +140,7 @@ class Soak:
 async def soak(given: argparse.Namespace) -> int:
     """Run for the given time; returns the exit code."""
     run = Soak(ranks=given.ranks, trace=given.trace, fault_rate=given.fault_rate, seed=given.seed)
-    began_s = told_s = time.monotonic()
+    began_s = reported_s = time.monotonic()
     try:
         await run.ready()
         while time.monotonic() - began_s < 60 * given.minutes and not run.wrong:
@@ -148,9 +148,9 @@ async def soak(given: argparse.Namespace) -> int:
                 await run.disturbed_round()
             else:
                 await run.round()
-            if time.monotonic() - told_s > 60:
-                told_s = time.monotonic()
-                print(run.report(told_s - began_s), flush=True)
+            if time.monotonic() - reported_s > 60:
+                reported_s = time.monotonic()
+                print(run.report(reported_s - began_s), flush=True)
         await run.end()
     except TimeoutError as error:
         run.wrong.append(f"a hang: {error}")
