@@ -42,12 +42,12 @@ class PrefillWorker:
         """Rooms that are not computed yet, with the extends that wait for them."""
 
     def promised(self, command: commands.SendPromise, prompt: Prompt) -> None:
-        """Serve a promise: read what only storage has of the prompt, compute the rest, and send."""
+        """Serve a promise: read what only storage has of the prompt if that is sooner than to compute it, and send."""
         text = prompt.shared.text
         known = min(self._known.get(text, 0), prompt.known)
         self._known[text] = max(self._known.get(text, 0), prompt.shared.tokens)
         self._open[command.request_id, command.generation] = []
-        read = max(0, prompt.stored - known)
+        read = max(0, prompt.stored - known) if self._reads_sooner else 0
         new_tokens = prompt.tokens - known - read
 
         def compute() -> None:
@@ -57,6 +57,11 @@ class PrefillWorker:
             self._world.prefill_reads.serve(read * self._world.speeds.token_bytes, compute)
         else:
             compute()
+
+    @property
+    def _reads_sooner(self) -> bool:
+        speeds = self._world.speeds
+        return speeds.storage_bytes_per_s > speeds.prefill_tokens_per_s * speeds.token_bytes
 
     def extended(self, command: commands.SendExtend) -> None:
         """Send pages that decode requests after all, once the prompt is computed."""
