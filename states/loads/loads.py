@@ -255,7 +255,8 @@ class Loads:
                 )
             )
             source.fetch_began(load, len(pages))
-            load.was_queued(state.now_s, source.pages_in_flight, until_s=state.now_s + deadline_s)
+            until_s, page_s = state.now_s + deadline_s, source.source_load.page_s
+            load.was_queued(state.now_s, source.pages_in_flight, until_s=until_s, page_s=page_s)
         except BaseException:
             self.abandon(load)
             raise
@@ -309,7 +310,8 @@ class Loads:
         self._source_of(load).fetch_over(load)
         self._copying[load] = load.page_count
         self._pages_copying += load.page_count
-        load.was_queued(self._state.now_s, self._pages_copying, until_s=self._state.now_s + deadline_s)
+        until_s, page_s = self._state.now_s + deadline_s, self.source_load.page_s
+        load.was_queued(self._state.now_s, self._pages_copying, until_s=until_s, page_s=page_s)
         for request in load.waiters:
             self._state.request_changed(request)
 
@@ -363,36 +365,43 @@ class Loads:
         if not fetches:
             return 0
         now_s, link, first = self._state.now_s, self._rooms.source_load, fetches[0]
-        source = self._source_of(first)
-        age_s, page_s = now_s - first.begun_at_s, source.source_load.page_s
+        source, stalled_s = self._source_of(first), 0.0
+        age_s = now_s - first.begun_at_s
+        planned_s = first.planned_s or first.queued_pages * source.source_load.page_s
         if first.overdue_at_s <= now_s:
-            # The first fetch is much later than expected. Its age is a lower bound on the time that storage takes per
-            # page: use it here, and note it for later plans. Without this, a stalled storage would keep the estimate of
-            # its better days until the fetch ends. A little late is latency, which the others share.
+            # The first fetch is much later than planned, and expected to take as long again; those behind it the usual
+            # time after it, since this process may have been stalled. Its age is noted: without this, a storage that
+            # has become slow would keep the estimate of its better days until the fetch ends.
             source.note_throughput(begun_at_s=first.begun_at_s, pages=first.queued_pages)
-            page_s = age_s / first.queued_pages
-        elif page_s and age_s > _overdue_s(first.queued_pages * page_s):
+            stalled_s = age_s
+        elif planned_s and age_s > _overdue_s(planned_s):
             # Its outcome may wait behind this event.
             self._watch(first, OVERDUE_MIN_S)
             return len(fetches)
-        elif not page_s and len(fetches) == 1:
+        elif not planned_s and len(fetches) == 1:
             # Nothing is known of storage but that it has not brought the first fetch in this time.
-            page_s = age_s / first.queued_pages
-        # A fetch ends when everything queued before it, and itself, has been read. One that should have ended by now
-        # takes as long as its own pages do.
-        sources = [self._source_of(load) for load in fetches]
-        pages_s = [page_s if one is source else one.source_load.page_s for one in sources]
-        lands_s = []
-        for load, each_s in zip(fetches, pages_s, strict=True):
-            left_s = load.begun_at_s + load.queued_pages * each_s - now_s
-            lands_s.append(left_s if left_s > 0 else load.page_count * each_s)
+            stalled_s = age_s
+        in_s = [self._ends_in_s(load, after=first, stalled_s=stalled_s) for load in fetches]
         pages = [load.page_count for load in fetches]
-        keep = fetches_to_keep(list(zip(lands_s, pages, strict=True)), link=link)
-        for load, in_s in zip(fetches[:keep], lands_s, strict=False):
+        keep = fetches_to_keep(list(zip(in_s, pages, strict=True)), link=link)
+        for load, ends_in_s in zip(fetches[:keep], in_s, strict=False):
             # An unknown storage may take as long as prefill would.
-            expected_s = in_s or load.page_count * link.page_s
+            expected_s = ends_in_s or load.page_count * link.page_s
             self._watch(load, _overdue_s(expected_s))
         return keep
+
+    def _ends_in_s(self, load: Load, *, after: Load, stalled_s: float) -> float:
+        """Return the seconds until a fetch ends, 0 if unknown: when everything queued before it, and itself, is read.
+
+        The time is the one by which it was planned: outcomes that many fetches wait for at once make a source look slow
+        for a moment. With `stalled_s`, it comes so much later than `after` as the pages between them take. One that
+        should have ended by now takes as long as its own pages do.
+        """
+        page_s = self._source_of(load).source_load.page_s
+        if stalled_s:
+            return stalled_s + max(load.queued_pages - after.queued_pages, 0) * page_s
+        left_s = load.begun_at_s + (load.planned_s or load.queued_pages * page_s) - self._state.now_s
+        return left_s if left_s > 0 else load.page_count * page_s
 
     def _watch(self, load: Load, delay_s: float) -> None:
         """Look at a fetch again if it has not ended by then."""

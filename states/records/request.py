@@ -302,6 +302,7 @@ class Load:
         "op",
         "overdue_at_s",
         "pin",
+        "planned_s",
         "queued_pages",
         "received",
         "sender",
@@ -325,12 +326,12 @@ class Load:
         self.tier = tier
         self.stage = stage
         self.op = 0
-        self.begun_at_s = 0.0
-        """When its fetch began, or its copy."""
-        self.queued_pages = 0
-        """Pages of all fetches, or copies, under way when it began, its own included."""
+        self.begun_at_s, self.queued_pages = 0.0, 0
+        """When its fetch or copy began, and the pages of all such under way then, its own included."""
         self.fetch_until_s = 0.0
         """Deadline of its fetch."""
+        self.planned_s = 0.0
+        """The time that its fetch was expected to take when it was planned; 0: unknown."""
         self.overdue_at_s = float("inf")
         """When its fetch is overdue, if only this fetch keeps a request waiting."""
         self.cause = ""
@@ -431,9 +432,10 @@ class Load:
         """Note the operation that brings the pages, or that watches the room that does; 0 for none."""
         self.op = op
 
-    def was_queued(self, at_s: float, queued_pages: int, *, until_s: float) -> None:
-        """Note when its fetch or copy began, the pages of all such under way, its own included, and the deadline."""
+    def was_queued(self, at_s: float, queued_pages: int, *, until_s: float, page_s: float) -> None:
+        """Note when its fetch or copy began, all pages under way then, the deadline, and the seconds of a page."""
         self.begun_at_s, self.queued_pages, self.fetch_until_s = at_s, queued_pages, until_s
+        self.planned_s = queued_pages * page_s
 
     def expect_by(self, at_s: float) -> None:
         """Note when its fetch is overdue."""

@@ -82,7 +82,8 @@ class Adoption:
         else:
             # The read continues under its operation number; only the owner of the outcome changes.
             load.run_as(run.op)
-            load.was_queued(run.begun_at_s, run.queued_pages, until_s=state.now_s + deadline_s)
+            page_s = self._storage.source_load.page_s
+            load.was_queued(run.begun_at_s, run.queued_pages, until_s=state.now_s + deadline_s, page_s=page_s)
             fetch = LoadFetch(self._loads, self._storage, load)
             state.replace_operation(load.op, fetch)
             state.set_deadline(fetch, state.now_s + deadline_s, op=load.op)

@@ -20,6 +20,7 @@ from __future__ import annotations
 ESTIMATE_FRESH_S = 10.0
 WEIGHT = 7 / 8
 MUCH_FASTER = 4
+MUCH_SLOWER = 4
 SHORT_PARTS = 8
 """A fetch is short if it has less than one of so many parts of the average one."""
 
@@ -48,12 +49,16 @@ class ThroughputEstimator:
 
         A fetch of few pages is left out if it took longer by page and less as a whole than the average: it was mostly
         latency, and many of them would hide what a page costs in a long fetch. One that is much faster than the average
-        replaces it: a stall was measured before, and a source avoided because of it would hardly be measured again.
+        replaces it: a stall was measured before, and a source avoided because of it would hardly be measured again. One
+        that is much slower counts as MUCH_SLOWER times as slow as the estimate: one stall of this process delays
+        several fetches, and a source that has really become slower shows it in each of the next ones.
         """
         is_short = pages * SHORT_PARTS * self._count < self._pages
         if is_short and pages * self.page_s < taken_s < self.fetch_s:
             return
         self.is_confirmed |= self._count > 0
+        if self._count:
+            taken_s = min(taken_s, MUCH_SLOWER * pages * self.page_s)
         if taken_s * MUCH_FASTER < pages * self.page_s:
             self.begin_again()
         self._count = WEIGHT * self._count + 1

@@ -184,6 +184,23 @@ def test_a_fetch_that_lands_sooner_is_waited_for() -> None:
     assert not rig.core.statistics()["l3_fetches_cut"]
 
 
+def test_fetches_that_ended_late_together_do_not_make_the_others_look_slow() -> None:
+    """The first of a burst wait for this process. The others are not overdue by the speed of their plan."""
+    rig = planned_rig()
+    send(rig, "sent", b"uvwx", 3.2)
+    promise = ask(rig, "a", TOKENS + b"i", 8)
+    first, *others = rig.take_all(commands.FetchPages)
+    rig.aux(promise)
+    rig.wait_until(rig.now_s + 1.1)
+    rig.fetched(first)
+    rig.chunk(promise)
+    # The first two pages took 0.55 s each, prefill takes 0.8 s. At 0.2 s a page the last one is due after 1.6 s.
+    assert rig.take_all(commands.SendExtend) == []
+    for fetch in others:
+        rig.fetched(fetch)
+    assert not rig.core.statistics()["l3_fetches_cut"]
+
+
 def test_pages_under_way_are_counted_until_the_slowest_rank_has_sent_them() -> None:
     rig = planned_rig()
     rig.arrive("a", b"uvwx")
