@@ -1,4 +1,5 @@
-"""A target and its draft on the same pages: restored draft KV is as good as fresh, from every tier.
+"""A target and its draft, on the same pages or on pages of their own: restored draft KV is as good as fresh, from every
+tier.
 
 The draft is the target's first layers with the target's embeddings and head, so that it often proposes what the target
 generates. Tokens are the target's own whatever the draft does; only the accept length shows whether its KV is there.
@@ -39,11 +40,12 @@ def layers_of(count: int) -> KVLayout:
     return KVLayout(num_layers=count, num_kv_heads=2, head_dim=16, dtype="float64", page_size=PAGE_SIZE)
 
 
-def pair_on(pools: ModelPools, draft_layers: int, shift: int) -> Speculation:
-    full, draft = (pools.plain(name) for name in ("full", "draft"))
+def pair_on(pools: ModelPools, draft_layers: int, shift: int, draft_pools: ModelPools | None = None) -> Speculation:
+    """The pair; the draft has pages of its own if its pools are given."""
     model = target(draft_layers)
+    draft = pools.plain("draft") if draft_pools is None else draft_pools.plain()
     return Speculation(
-        GroupModel(model, full, page_size=PAGE_SIZE),
+        GroupModel(model, pools.plain(), page_size=PAGE_SIZE),
         GroupModel(first_layers(model, draft_layers), draft, page_size=PAGE_SIZE),
         shift=shift,
     )
@@ -64,14 +66,16 @@ def in_one_process(draft_layers: int, shift: int, prompt: list[int]) -> Answer:
     return answer
 
 
-async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **options: Any) -> None:
+async def check_every_tier(
+    draft_layers: int, shift: int, make_rig: Any, *, own_pages: bool = False, **options: Any
+) -> None:
     prompt = drawn_prompt(26, seed=1)
     wanted = in_one_process(draft_layers, shift, prompt)
     assert wanted.accept_length >= 2
     assert any(step != 1 for step in wanted.steps)
-    layout = layout_of(draft_layers)
-    options |= {"bigram_keys": shift == 1}
-    async with make_rig(layout, lambda pools: pair_on(pools, draft_layers, shift), **options) as rig:
+    options |= {"bigram_keys": shift == 1, "draft": layers_of(draft_layers) if own_pages else None}
+    layout = layers_of(4) if own_pages else layout_of(draft_layers)
+    async with make_rig(layout, lambda pools, *own: pair_on(pools, draft_layers, shift, *own), **options) as rig:
         async with rig.decode() as decode:
             fresh = await decode.ask(prompt, OUTPUT)
             assert fresh.sources["transfer"] == len(prompt)
@@ -121,11 +125,12 @@ def test_both_have_kv_of_all_positions_but_the_last(draft_layers: int, shift: in
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("lent", [False, True], ids=["owned", "lent"])
+@pytest.mark.parametrize("own_pages", [False, True], ids=["same-pages", "pages-of-its-own"])
 @pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS, ids=IDS)
 async def test_accept_length_from_every_tier_equals_the_fresh_one(
-    draft_layers: int, shift: int, lent: bool, ranks: int, make_rig: Any
+    draft_layers: int, shift: int, own_pages: bool, lent: bool, ranks: int, make_rig: Any
 ) -> None:
-    await check_every_tier(draft_layers, shift, make_rig, lent=lent, ranks=ranks)
+    await check_every_tier(draft_layers, shift, make_rig, own_pages=own_pages, lent=lent, ranks=ranks)
 
 
 @pytest.mark.nixl

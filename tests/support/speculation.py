@@ -1,4 +1,4 @@
-"""Greedy speculative decoding on pages with a "draft" group: a draft proposes, the target verifies, both keep KV.
+"""Greedy speculative decoding on pages: a draft proposes, the target verifies, both keep KV.
 
     target   [0, n)   KV of the tokens of the answer so far, all but the last
     draft    [0, d)   its own KV of the same positions; d may lag behind by the refused proposals
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Speculation:
-    """A target and its draft on the same pages."""
+    """A target and its draft, at the same page ids unless the draft is given pages of its own."""
 
     def __init__(self, target: GroupModel, draft: GroupModel, *, shift: int = 0, proposals_max: int = 4) -> None:
         self.target = target
@@ -42,23 +42,32 @@ class Speculation:
         self.shift = shift
         self.proposals_max = proposals_max
 
-    def prefill(self, prompt: Sequence[int], pages: Sequence[int]) -> int:
+    def prefill(self, prompt: Sequence[int], pages: Sequence[int], draft_pages: Sequence[int] | None = None) -> int:
         """Compute the KV of both models for the prompt; returns the first token of the answer."""
         (first_token,) = choices(self.target.forward(prompt, 0, pages)[-1:])
-        self.draft.forward([*prompt, first_token][self.shift : self.shift + len(prompt)], 0, pages)
+        inputs = [*prompt, first_token][self.shift : self.shift + len(prompt)]
+        self.draft.forward(inputs, 0, pages if draft_pages is None else draft_pages)
         return first_token
 
-    def answer(self, prompt: Sequence[int], first_token: int, pages: Sequence[int], count: int) -> Answer:
+    def answer(
+        self,
+        prompt: Sequence[int],
+        first_token: int,
+        pages: Sequence[int],
+        count: int,
+        draft_pages: Sequence[int] | None = None,
+    ) -> Answer:
         """Generate `count` tokens, including the given first one, after a prompt with its KV in the pages.
 
         The pages must hold `count + proposals_max` tokens more than the prompt. At the end both models have KV of all
         positions but the last.
         """
+        draft_pages = pages if draft_pages is None else draft_pages
         said, steps = [*prompt, first_token], []
         draft_known = len(prompt)
         while len(said) < len(prompt) + count:
             end = len(said) - self.shift
-            proposals = self._propose(said, draft_known, pages)
+            proposals = self._propose(said, draft_known, draft_pages)
             wanted = choices(self.target.forward([said[-1], *proposals], len(said) - 1, pages))
             agreed = next((at for at, token in enumerate(proposals) if token != wanted[at]), len(proposals))
             said += wanted[: agreed + 1]
@@ -66,7 +75,7 @@ class Speculation:
             draft_known = end + min(agreed, len(proposals) - 1)
         del said[len(prompt) + count :]
         if draft_known < len(said) - 1:
-            self.draft.forward(said[draft_known + self.shift : len(said) - 1 + self.shift], draft_known, pages)
+            self.draft.forward(said[draft_known + self.shift : len(said) - 1 + self.shift], draft_known, draft_pages)
         return Answer(said[len(prompt) :], steps)
 
     def _propose(self, said: list[int], draft_known: int, pages: Sequence[int]) -> list[int]:
