@@ -18,7 +18,7 @@ and starts again at the top, so a rule runs only when no rule above it has work 
 - Work that only prepares for later (deferred puts, look-ahead, write-back) comes last.
 
 A rule takes one item of work per run. The last rule is the exception: it processes everything it finds, and creates no
-work for itself. `python -m tools.consequences_table` prints the tuple.
+work for itself.
 
 An exception in a rule does not end the core. If a row of the machine raises, the core fires `TransitionRaised` at that
 request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Every

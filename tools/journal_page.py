@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
-from typing import TYPE_CHECKING
 
-from tidekv.engine.journal import format as journal_format
 from tidekv.engine.journal.digest import STATE_PARTS
 from tidekv.engine.journal.format import (
     JOURNAL_VERSION,
     EndLine,
     GapLine,
-    Line,
-    RaiseRecord,
     RunLine,
     SegmentLine,
-    StallRecord,
     TurnLine,
     event_types,
-    field_types,
     seal,
 )
 from tidekv.engine.journal.journal import CLOSE_S, COALESCE_S
@@ -29,10 +22,6 @@ from tidekv.engine.journal.recorder import Recorder
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import ModuleType
 
 INTRODUCTION = """# The journal
 
@@ -100,15 +89,12 @@ def journal_document() -> str:
             coalesce_s=COALESCE_S,
             close_s=CLOSE_S,
         ),
-        "## Lines\n",
+        "## Lines\n\n`python -m pydoc tidekv.engine.journal.format` describes each field.\n",
+        "| `event` | meaning |\n|---|---|",
     ]
-    parts += [_section(line, _title(line)) for line in (RunLine, TurnLine)]
-    others: dict[type, str] = {kind: _title(kind) for kind in (SegmentLine, GapLine, EndLine)}
-    others |= {RaiseRecord: "One of `raises`", StallRecord: "One of `stalls`"}
-    parts += ["### Others\n", "| what | meaning | fields |", "|---|---|---|"]
-    parts += [f"| {title} | {_words(kind)} | {_names(field_types(kind))} |" for kind, title in others.items()]
-    parts += ["", "`engine/journal/format.py` says what each field means.", ""]
-    return "\n".join(parts)
+    lines = (RunLine, TurnLine, SegmentLine, GapLine, EndLine)
+    parts += [f"| `{line.__struct_config__.tag}` | {_words(line)} |" for line in lines]
+    return "\n".join([*parts, ""])
 
 
 def _example() -> str:
@@ -122,42 +108,8 @@ def _example() -> str:
     return seal(recorder.render(turn), 0)[0].decode().strip()
 
 
-def _section(kind: type, title: str) -> str:
-    notes = _attribute_notes(journal_format, kind.__name__)
-    plain = _names(name for name in field_types(kind) if name not in notes)
-    rows = [f"### {title}\n", f"{_words(kind)}{f' Besides: {plain}.' if plain else ''}\n"]
-    rows += ["| field | meaning |", "|---|---|"]
-    rows += [f"| `{name}` | {notes[name]} |" for name in field_types(kind) if name in notes]
-    return "\n".join([*rows, ""])
-
-
-def _title(line: type[Line]) -> str:
-    return f'`"event": "{line.__struct_config__.tag}"`'
-
-
-def _names(fields: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in fields)
-
-
 def _words(kind: type) -> str:
     return " ".join((inspect.getdoc(kind) or "").split()).replace("|", "\\|")
-
-
-def _attribute_notes(module: ModuleType, name: str) -> dict[str, str]:
-    """The strings that stand below the fields of a class."""
-    tree = ast.parse(inspect.getsource(module))
-    found: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            for field, note in zip(node.body, node.body[1:], strict=False):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(field.target, ast.Name)
-                    and isinstance(note, ast.Expr)
-                    and isinstance(note.value, ast.Constant)
-                ):
-                    found[field.target.id] = " ".join(str(note.value.value).split())
-    return found
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from tidekv.states.ranks import vote_items
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import diagram
 from tidekv.transports import wire
-from tools.consequences_table import consequences_table
 from tools.metrics_page import prefill_families
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -170,8 +169,15 @@ def test_every_message_of_the_protocol_is_described_and_no_other() -> None:
     assert set(first_cells(text_of("protocol.md"))) == kinds
 
 
-def test_the_table_of_consequences_is_the_cores() -> None:
-    assert f"\n{consequences_table()}\n" in text_of("how-it-works.md")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_split_by_an_empty_line(page: Path) -> None:
+    # What follows the empty line would be text, not rows.
+    lines = page.read_text().splitlines()
+    around = zip(lines, lines[1:], lines[2:], [*lines[3:], ""], strict=False)
+    split = [
+        row for before, empty, row, after in around if before[:1] == row[:1] == "|" and not empty and after[:3] != "|--"
+    ]
+    assert split == []
 
 
 def test_the_diagram_of_states_is_the_tables() -> None:
