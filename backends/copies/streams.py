@@ -67,7 +67,7 @@ class InlineStream:
     """The CPU as a stream: work is done when `run` returns."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run the work."""
+        """Call `work` on this thread; what it raises leaves here."""
         work()
 
     def mark(self) -> InlineMark:

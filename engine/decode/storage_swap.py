@@ -130,11 +130,11 @@ class StorageInUse:
                 await self._leave(engine.close(), [engine], deadline_s)
 
     async def clear(self, *, timeout_s: float = CLEAR_S) -> tuple[int, int]:
-        """Remove all stored pages; returns the number of full pages removed, and of pages that may come back.
+        """Remove all stored pages. Returns the number of full pages removed, and of pages that may come back.
 
-        Calls in flight are awaited first, so that no put lands afterwards. Puts that have not ended in half of the time
-        are left behind: what they store is spared. Pages on the device and the host are then put again. Raises errors
-        of the engines, and StorageFailed if they take too long: they then continue in the background.
+        Writes in flight are awaited for half of the time, since a later one would store pages again; what slower ones
+        store is spared. Pages on the device and the host are stored again at their next use. Raises the errors of the
+        engines, and StorageFailed if they take too long; the removal then continues in the background.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with self._turn(deadline_s):

@@ -105,7 +105,7 @@ class _Page:
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
-        """What the events call it: one hash, or those of the server's blocks."""
+        """Its hashes in events: one, or one for each block of the server."""
         assert self.name is not None, "only pages with a name are published"
         return (self.name,) if isinstance(self.name, int) else self.name.hashes
 
@@ -170,7 +170,7 @@ class KVContent:
         self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
         self._names = wording if isinstance(wording, ServerNames) else None
-        # A server whose names are published tells single tokens.
+        # Events under a server's names have single tokens, as its own events do.
         self._wording = wording if isinstance(wording, Wording) else Wording(bigrams=bigrams and self._names is None)
         self._stored_pages_max = stored_pages_max
         self._chains: dict[str, _Chain] = {}

@@ -129,7 +129,10 @@ class _Span(msgspec.Struct):
 
 
 class SenderRoom:
-    """The sending side of one room."""
+    """The sending side of one room: which pages may be written, are being written, and can be reported.
+
+    It names pages and owns none.
+    """
 
     def __init__(
         self,
@@ -390,7 +393,7 @@ class SenderRoom:
         return chunks
 
     def take_refusals(self) -> list[SpanRefused]:
-        """Spans that will not be served; each is returned once."""
+        """Return the spans that will not be served and were not returned before."""
         refusals, self._refusals = self._refusals, []
         return refusals
 

@@ -124,12 +124,16 @@ def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
 
 
 class PageState(enum.IntEnum):
-    """The states of a page."""
+    """The state of a page, which says who may write to it. The four counts of a pool add up to its size."""
 
     FREE = 0
+    """Nobody's: the next request may take it."""
     OWNED = 1
+    """One request's, or one load's, which may write to it."""
     CACHED = 2
+    """The prefix index's: read by any number of requests, written by none."""
     DRAINING = 3
+    """Left by its owner while a writer in another process may still write to it."""
 
 
 # Plain ints: an enum member costs a lookup and a slower comparison per page.

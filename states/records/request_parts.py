@@ -309,7 +309,7 @@ class Holdings:
         self.inserted = None
 
     def grow(self, taken: PageIds, reserve: PageIds) -> None:
-        """Move pages of the reserve to the request's own, and replace the reserve."""
+        """Append `taken`, pages of the reserve, to the own pages and the page table; `reserve` is what is left."""
         # New arrays instead of extended ones: earlier commands refer to the old arrays.
         self.own = self.own + taken
         self.table = self.table + taken

@@ -2,13 +2,13 @@
 
     embedder ──arrival, with pages and what they hold──▶ request ──outcome──▶ embedder
 
-The prefix index has no device pages then. A request is admitted at once, restores into its pages what they do not hold
-yet (host memory, storage, prefill: the same plan, states and deadlines), and ends with READY. It has no reserve, does
-not grow, and is not finished.
+The prefix index has no device pages in this mode. A request is admitted at once. Host memory, storage and prefill fill
+what its pages lack, by the same plan, states and deadlines as in any mode, and the request ends with READY: it has no
+reserve, does not grow, and is not finished.
 
-The outcome may be partial. Without a prefill that can send the rest, or past its deadline, the request ends with the
-pages in place so far, from the first one on; the embedder computes the rest. With components it is partial only up to
-an end at which windows and states can continue (`tidekv.states.records.loan`).
+The outcome may be partial. If no prefill can send the rest, or the deadline passes, the request ends with a prefix of
+its pages in place, and the embedder computes the rest. With components the prefix ends where windows and states can
+continue (`tidekv.states.records.loan`).
 
 Components. Their pages are lent with the same request, for the positions that the end of its prompt needs, and share
 its outcome. They take the way of `tidekv.states.components.request_components`.
@@ -62,17 +62,17 @@ class Lending:
         if state.components is not None:
             pools |= {name: tier.pool for name, tier in state.components.device.items()}
         self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, LentPool)}
-        """By group, the embedder's pages. None if the device pages are the core's own."""
+        """By group, the pool of the embedder's pages; empty if the core owns the device pages."""
         self._storage = storage
         self._rooms = rooms
         self._offers = offers
         self._backups = backups
         self.returning: dict[Loan, ReportRestored | ReportFailed] = {}
-        """Pages of ended requests, each with the outcome to report when no page has a writer any more."""
+        """Loans of ended requests, each with the outcome to report when none of its pages has a writer any more."""
         self.due: dict[Loan, None] = {}
-        """Those of `returning` to look at: they were just added, or one of their pages has lost its writer."""
+        """Loans in `returning` that are new, or of which a page has lost its writer."""
         self._drained_of: dict[str, dict[int, Loan]] = {}
-        """By group, the pages of those that had a writer when they were looked at."""
+        """By group, pages of loans in `returning` that had a writer when the loan was due, with the loan."""
         for group, pool in self._pools.items():
             pool.on_settle = partial(self._note_settled, self._drained_of.setdefault(group, {}))
 
@@ -156,7 +156,7 @@ class Lending:
             undo.keep()
         request.held.drop_lock()
         self._storage.leave_query(request)
-        # Storage does not see that the pages were of use, whichever copy of them was.
+        # Storage does not see hits on the device or the host, and would evict the pages as unused.
         self._backups.renew(leaf)
         self.end_with(request)
 

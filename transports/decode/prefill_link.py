@@ -129,7 +129,9 @@ class PrefillLink(Generic[Part]):
         return self.theirs is not None and not self._is_lost
 
     async def run(self, transport: base.Transport, ours: wire.Hello, tasks: OwnedTasks) -> None:
-        """Run the link, from dialling to its end."""
+        """Dial, shake hands, and deliver messages until the link ends. Its owner gets the messages, and the cause of
+        its end.
+        """
         try:
             link, theirs = await self._within_silence(self._greet(transport, ours))
         except TidekvError as error:

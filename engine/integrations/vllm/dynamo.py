@@ -2,8 +2,8 @@
 
 Dynamo's vLLM worker asks a table of its own which `kv_transfer_params` a connector takes from the router and gives to
 decode, and a prefill worker refuses requests for a connector that is not there. Those of `TidekvConnector` are those of
-`NixlConnector`. vLLM calls plugins in every process before it reads its configuration; in processes of others than
-Dynamo this does nothing.
+`NixlConnector`. vLLM calls plugins in every process before it reads its configuration. Without Dynamo the plugin does
+nothing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ PREFILL_FIRST: Final = "prefill-first:"
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """What vLLM's KV events call the blocks of a prompt, from the first one on. Only with KV events."""
+    """Names of a prompt's first blocks in vLLM's KV events. Only with KV events."""
 
     hashes: tuple[BlockHash, ...]
     lora_id: int | None
@@ -34,22 +34,22 @@ class LookUpJob:
 
 @dataclass(frozen=True, slots=True)
 class RestoreJob:
-    """Restore of a prompt into vLLM's blocks.
-
-    `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas; empty if host memory and
-    storage are to serve all of it. `blocks` are those of all tokens; the first `have_tokens` tokens, whole blocks, are
-    valid and stay as they are. `tokens` is what is handed over of the prompt, as packed little-endian u32, `prompt` its
-    digest, which prefill compares. `next_token`: the one behind `tokens`, if blocks are named by pairs and it is known.
-    `hints`: an envelope with the peers that the request names.
-    """
+    """Restore of a prompt into vLLM's blocks."""
 
     request_id: str
     room: str
     prefill: str
+    """Addresses of prefill's tensor-parallel ranks, separated by commas; empty if host memory and storage are to serve
+    the whole prompt.
+    """
     tokens: bytes = field(repr=False)
+    """The tokens that are handed over, as packed little-endian u32."""
     prompt: PromptDigest
+    """The digest of `tokens`, which prefill compares."""
     blocks: tuple[int, ...]
+    """The blocks of all tokens."""
     have_tokens: int
+    """Tokens at the beginning, in whole blocks, that are valid and stay as they are."""
     namespace: str
     names: BlockNames | None = None
     components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -57,41 +57,41 @@ class RestoreJob:
     priority: int = 0
     """As the decode engine has it: requests of higher priority come first."""
     hints: Mapping[str, object] | None = None
+    """An envelope with the peers that the request names."""
     next_token: int | None = None
+    """The token behind `tokens`, if blocks are named by pairs of tokens and it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendJob:
-    """Blocks that a step fills, from `start_token` on. `is_last`: the prompt ends with them.
-
-    `components`: by component, the blocks that the end of the prompt needs; with the last blocks only.
-    """
+    """Blocks that a step of the model fills, which prefill sends to decode."""
 
     request_id: str
     room: str
     prompt: PromptDigest
     start_token: int
+    """The first token of the blocks."""
     blocks: tuple[int, ...]
     is_last: bool
+    """Whether the prompt ends with these blocks."""
     components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By component, the blocks that the end of the prompt needs; with the last blocks only."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferJob:
-    """Full blocks of a finished decode, which go to host memory and storage; vLLM holds them meanwhile.
-
-    `tokens` are those of the blocks, as packed little-endian u32. `components`: by component, the blocks
-    that their end needs, of those that vLLM still has. `hints`: an envelope of KV hints for the blocks, once they are
-    there.
-    """
+    """Full blocks of a finished decode, which go to host memory and storage; vLLM holds them meanwhile."""
 
     request_id: str
     tokens: bytes = field(repr=False)
+    """The tokens of the blocks, as packed little-endian u32."""
     blocks: tuple[int, ...]
     namespace: str
     names: BlockNames | None = None
     components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By component, the blocks that the end of these tokens needs and that vLLM still has."""
     hints: Mapping[str, object] | None = None
+    """An envelope of KV hints, applied to the blocks when they are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,7 @@ class DeclineJob:
 
 @dataclass(slots=True)
 class HandoverJobs:
-    """The jobs of one step.
-
-    `aborted`: requests whose restore is not needed any more. `preempted`: requests whose blocks are given to others
-    with this step. `held`: prompts that have finished and whose blocks vLLM holds until the worker reports them; True
-    if all of their blocks were sent. `hints`: envelopes of KV hints of requests that have arrived. `is_short`: a
-    request waits for blocks, so held ones that no decode worker asks for are released. `is_reset`: what was kept so far
-    is not found any more. `publishes_again`: vLLM has told the listeners of its KV events that nothing is left.
-    """
+    """The jobs of one step."""
 
     lookups: list[LookUpJob] = field(default_factory=list)
     restores: list[RestoreJob] = field(default_factory=list)
@@ -124,12 +117,19 @@ class HandoverJobs:
     offers: list[OfferJob] = field(default_factory=list)
     declined: list[DeclineJob] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    """Requests whose restore is not needed any more."""
     preempted: list[str] = field(default_factory=list)
+    """Requests whose blocks are given to others with this step."""
     held: dict[str, bool] = field(default_factory=dict)
+    """Finished prompts whose blocks vLLM holds until the worker reports them, and whether all blocks were sent."""
     hints: list[Mapping[str, object]] = field(default_factory=list)
+    """Envelopes of KV hints of requests that have arrived."""
     is_short: bool = False
+    """A request waits for blocks: held blocks that no decode worker asks for are released."""
     is_reset: bool = False
+    """Pages that were kept so far are not found any more."""
     publishes_again: bool = False
+    """vLLM has published that nothing is left: all pages are published again."""
 
     @property
     def is_empty(self) -> bool:
