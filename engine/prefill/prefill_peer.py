@@ -302,12 +302,12 @@ class PrefillPeer:
         """Read what the decode worker of a room has of the prompt into pages of prefill. Returns how many leading
         tokens are in place: compute the rest, and send all pages as always.
 
-        `pages`: one page of the pool for each page of the prompt, or more, in order. The first `have_tokens` tokens are
-        in them already; those pages are not touched. The others are written until this returns: full pages up to what
-        decode holds, but not the page of the last token, whose computation gives the first token of the answer. Pages
-        behind the returned tokens have undefined contents. `tokens` is the prompt as packed little-endian u32, if the
-        promise brought none, and `namespace` that of decode if the promise does not name it (`cache=False`,
-        `prompt_digest`); without it nothing is read.
+        `pages`: pages of the pool for those of the prompt from its first one on, in order; what they do not cover is
+        not read. The first `have_tokens` tokens are in them already; those pages are not touched. The others are
+        written until this returns: full pages up to what decode holds, but not the page of the last token, whose
+        computation gives the first token of the answer. Pages behind the returned tokens have undefined contents.
+        `tokens` is the prompt as packed little-endian u32, if the promise brought none, and `namespace` that of decode
+        if the promise does not name it (`cache=False`, `prompt_digest`); without it nothing is read.
 
         Returns `have_tokens` if decode shares no host memory, or is refused by `dials` of the reader's transport. A
         decode worker that is gone, refuses or sends damaged pages costs an answer, and one that is silent
@@ -317,6 +317,11 @@ class PrefillPeer:
         if self._reader is None:
             raise InvalidRequest("read_prefix needs PrefillPeer.read_with(…), an engine that reads into these pages")
         return await self._reader.read(room, pages, have_tokens, tokens=tokens, namespace=namespace)
+
+    async def flush_reader(self) -> None:
+        """Empty the host memory of the engine that reads prefixes; does nothing without one."""
+        if self._reader is not None:
+            await self._reader.engine.flush(("l2",))
 
     def statistics(self) -> dict[str, int | float]:
         """Return what was sent and withdrawn, rooms by state, store_… with storage, prefix_… with a reader,

@@ -64,7 +64,7 @@ class PrefixReader:
             )
         size = self.engine.layout.page_size
         # The page of the last token is computed in any case: its computation gives the first token of the answer.
-        end = min(room.decode_prefix_len, room.prompt_tokens - 1) // size * size
+        end = min(room.decode_prefix_len, room.prompt_tokens - 1, len(pages) * size) // size * size
         has_names = namespace is not None or room._key_seed is not None
         is_possible = self.engine.is_running and room.peer_addresses and has_names and not room.aborted.is_set()
         if end <= have_tokens or not is_possible:

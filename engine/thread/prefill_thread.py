@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +41,7 @@ from tidekv.transports.tasks import OwnedTasks
 if TYPE_CHECKING:
     from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 
-__all__ = ["HandedOver", "PrefillThread"]
+__all__ = ["HandedOver", "PrefillThread", "PrefixRead"]
 
 FINAL = (RoomOutcome.RECEIVED, RoomOutcome.ABORTED, RoomOutcome.CLOSED)
 """Outcomes after which decode does not ask for the same prompt again, unless it aborted since it lost the link."""
@@ -59,6 +60,29 @@ class HandedOver:
     """Why it ended."""
     bytes_sent: int = field(default=0, compare=False)
     """Bytes of pages written to decode, over all rooms of the hand-over."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefixRead:
+    """A read of what decode has of a prompt (`PrefillThread.read_prefix`)."""
+
+    _outcome: Future[int] = field(default_factory=lambda: Future())
+    _task: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `tokens` tells how it ended."""
+        return self._outcome.done()
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens of the prompt that are in place; nothing writes to the pages any more. To be asked for when it
+        is done.
+
+        Raises InvalidRequest for wrong arguments, with nothing written, and EngineClosed if the reader has ended: then
+        the pages may be written to until the thread is closed.
+        """
+        return self._outcome.result(0)
 
 
 class _Chunk(NamedTuple):
@@ -121,9 +145,9 @@ class PrefillThread:
     `promise_timeout_s`.
 
     Pages in GPU memory are read once the device has done what the calling thread's stream had when they were sent;
-    nothing waits for it. Methods may be called on any thread but the peer's; only `stop`, `restart`, `statistics`,
-    `start` and `close` wait. A forked child does not have the thread: every call raises EngineClosed there, and `close`
-    does nothing.
+    nothing waits for it. Methods may be called on any thread but the peer's; only `stop`, `restart`, `end_read`,
+    `flush_reader`, `statistics`, `start` and `close` wait. A forked child does not have the thread: every call raises
+    EngineClosed there, and `close` does nothing.
     """
 
     def __init__(
@@ -301,6 +325,80 @@ class PrefillThread:
         with self._lock:
             live = list(self._live.values())
         return [handed.request_id for handed in live if handed.room is None and not handed.stopped]
+
+    def promised(self, request_id: str) -> int | None:
+        """Return the leading tokens of a prompt that the decode worker which asks for it has and shares: 0 if it shares
+        nothing, None while none asks. Never waits.
+        """
+        with self._lock:
+            handed = self._live.get(request_id)
+        room = None if handed is None else handed.room
+        if room is None:
+            return None
+        return room.decode_prefix_len if room.peer_addresses else 0
+
+    def read_prefix(
+        self, request_id: str, pages: Iterable[int] | PageIds, have_tokens: int = 0, *, tokens: bytes, namespace: str
+    ) -> PrefixRead:
+        """Read what the decode worker that asks for a prompt has of it; see `PrefillPeer.read_prefix`. Never waits.
+
+        Pages in GPU memory are written once the device has done what the calling thread's stream has now. Reads nothing
+        while no decode worker asks. The read goes on if the hand-over ends.
+        """
+        loop, pages, read = self._started(), page_ids(pages), PrefixRead()
+        with self._lock:
+            handed = self._live.get(request_id)
+        room = None if handed is None else handed.room
+        if room is None:
+            read._outcome.set_result(have_tokens)
+            return read
+        reached: Future[Exception | None] = Future()
+        if self._gate is None:
+            reached.set_result(None)
+        else:
+            self._gate.behind_streams(reached.set_result)
+
+        async def work() -> None:
+            try:
+                # Not cancelled with this task: the gate sets it.
+                if (await asyncio.shield(asyncio.wrap_future(reached))) is not None:
+                    read._outcome.set_result(have_tokens)  # Without a device nothing is read, or computed.
+                    return
+                read._outcome.set_result(
+                    await self._peer.read_prefix(room, pages, have_tokens, tokens=tokens, namespace=namespace)
+                )
+            except Exception as error:
+                read._outcome.set_exception(error)
+
+        def begin() -> None:
+            read._task = self._tasks.spawn(work(), name=f"read of {request_id}")
+            # Cancelled, also before its first step.
+            read._task.add_done_callback(lambda _: None if read.is_done else read._outcome.set_result(have_tokens))
+
+        loop.post(begin)
+        return read
+
+    def end_read(self, read: PrefixRead) -> None:
+        """End a read whose pages are to be used otherwise. Waits until nothing writes to them, for a copy under way.
+
+        Raises TidekvError if that takes longer than STOP_S.
+        """
+
+        async def end() -> None:
+            if read._task is not None and not read._task.done():
+                read._task.cancel()
+                await asyncio.wait([read._task])
+
+        if read.is_done:
+            return
+        try:
+            self._started().start(end()).result(STOP_S)
+        except TimeoutError:
+            raise TidekvError(f"{self._name}: a read did not end within {STOP_S:g} s") from None
+
+    def flush_reader(self) -> None:
+        """Empty the host memory of the engine that reads prefixes, if there is one. Waits for it."""
+        self._started().call(self._peer.flush_reader())
 
     def statistics(self) -> dict[str, int | float]:
         """Those of the peer, and `handovers`: hand-overs that have not ended. Waits for a turn of the peer's loop."""

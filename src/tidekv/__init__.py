@@ -91,7 +91,7 @@ if TYPE_CHECKING:
         RestoredInto,
         Retracted,
     )
-    from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
+    from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread, PrefixRead
     from tidekv.states.commands import Fallback
     from tidekv.states.component_specs import ComponentKind
     from tidekv.states.handover.rank_place import RankPlace
@@ -161,6 +161,7 @@ __all__ = [
     "PrefillPeer",
     "PrefillPool",
     "PrefillThread",
+    "PrefixRead",
     "PromptDigest",
     "PromptLookUp",
     "PromptStoreSettings",
@@ -250,6 +251,7 @@ _LATER = {
     "PromptLookUp": "tidekv.engine.decode.values",
     "PromptStoreSettings": "tidekv.engine.prefill.prefill_config",
     "PrefillThread": "tidekv.engine.thread.prefill_thread",
+    "PrefixRead": "tidekv.engine.thread.prefill_thread",
     "RankGroup": "tidekv.engine.ranks.group",
     "RankPlace": "tidekv.states.handover.rank_place",
     "ReadyComponent": "tidekv.engine.decode.component_pages",

@@ -5,7 +5,9 @@ A stream that a test holds does nothing more until it is released, so what did n
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -28,6 +30,7 @@ from tidekv import (
     PeerOptions,
     PrefillPeer,
     PrefillThread,
+    PrefixRead,
     RequestFailed,
     Restored,
     RestoredInto,
@@ -253,3 +256,93 @@ def test_a_device_that_fails_ends_the_hand_over(pair: Pair) -> None:
     pair.send(0, 6)
     (ended,) = pair.prefill.poll(LIMIT_S)
     assert "the device has failed" in ended.cause and "illegal memory access" in ended.cause
+
+
+class Reads:
+    """Stands in for what the peer of a pair reads: 16 tokens, once `gate` is open; the first four were there."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair, self.begun, self.gate = pair, threading.Event(), asyncio.Event()
+        self.has_ended = False
+        pair.prefill._peer.read_prefix = self.read  # type: ignore[assignment, method-assign]
+        assert pair.prefill.read_prefix("other", [], 4, tokens=b"", namespace="").tokens == 4, "no decode asks for it"
+        self.wait(lambda: pair.prefill.promised("r") is not None)
+        assert pair.prefill.promised("r") == 0, "decode shares nothing"
+
+    async def read(self, *args: object, **named: object) -> int:
+        self.begun.set()
+        try:
+            await self.gate.wait()
+        finally:
+            for _ in range(3):  # As long as a copy is under way.
+                await asyncio.sleep(0)
+            self.has_ended = True
+        return 16
+
+    def start(self) -> PrefixRead:
+        return self.pair.prefill.read_prefix("r", self.pair.pages, 4, tokens=b"", namespace="")
+
+    @staticmethod
+    def wait(condition: Any) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < end_s, "it did not happen"
+            time.sleep(0.001)
+
+
+@pytest.mark.nixl
+def test_a_read_begins_behind_the_work_that_uses_its_pages(pair: Pair) -> None:
+    reads = Reads(pair)
+    reads.gate.set()
+    held = pair.device.hold()
+    read = reads.start()
+    assert not reads.begun.wait(LOOK_S), "pages were written that the device still uses"
+    assert not read.is_done
+    held.set()
+    reads.wait(lambda: read.is_done)
+    assert read.tokens == 16
+
+
+@pytest.mark.nixl
+def test_a_read_that_waits_for_the_device_is_ended_before_it_begins(pair: Pair) -> None:
+    reads = Reads(pair)
+    held = pair.device.hold()
+    read = reads.start()
+    pair.prefill.end_read(read)
+    assert read.is_done and read.tokens == 4
+    held.set()
+    assert not reads.begun.wait(LOOK_S)
+
+
+@pytest.mark.nixl
+def test_the_end_of_a_read_waits_until_nothing_writes_to_its_pages(pair: Pair) -> None:
+    reads = Reads(pair)
+    read = reads.start()
+    assert reads.begun.wait(LIMIT_S)
+    pair.prefill.end_read(read)
+    assert reads.has_ended and read.tokens == 4
+
+
+@pytest.mark.nixl
+def test_behind_a_device_that_fails_nothing_is_read(pair: Pair) -> None:
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    reads = Reads(pair)
+    pair.device.streams.current().enqueue(fail)
+    read = reads.start()
+    reads.wait(lambda: read.is_done)
+    assert read.tokens == 4 and not reads.begun.is_set()
+
+
+@pytest.mark.nixl
+def test_a_read_that_the_end_of_the_reader_cuts_says_so(pair: Pair) -> None:
+    async def ends(*args: object, **named: object) -> int:
+        raise EngineClosed("the reader has closed")
+
+    reads = Reads(pair)
+    pair.prefill._peer.read_prefix = ends  # type: ignore[assignment, method-assign]
+    read = reads.start()
+    reads.wait(lambda: read.is_done)
+    with pytest.raises(EngineClosed, match="reader has closed"):
+        _ = read.tokens
