@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rich.table import Table
 
@@ -26,10 +27,17 @@ def first_token_table(load: Load, figures: Sequence[Figures]) -> Table:
     return table
 
 
-def totals_table(figures: Sequence[Figures], *, titles: Mapping[str, str], ours: str | None = None) -> Table:
+def totals_table(
+    figures: Sequence[Figures],
+    *,
+    titles: Mapping[str, str],
+    prefill_titles: Mapping[str, str] = MappingProxyType({}),
+    ours: str | None = None,
+) -> Table:
     """Tokens by source, bytes, CPU seconds, and wrong or lost answers of each variant.
 
-    `titles`: rows of metrics of decode. `ours`: how names of further counters begin, if they have rows.
+    `titles`, `prefill_titles`: rows of metrics of decode and of prefill. `ours`: how names of further counters of
+    decode begin, if they have rows.
     """
     table = Table(title="Whole run")
     table.add_column("")
@@ -37,6 +45,9 @@ def totals_table(figures: Sequence[Figures], *, titles: Mapping[str, str], ours:
         table.add_column(one.variant.title, justify="right")
     for metric, title in titles.items():
         table.add_row(title, *(f"{one.metrics[metric]:,.0f}" if metric in one.metrics else "-" for one in figures))
+    for metric, title in prefill_titles.items():
+        found = [one.prefill_metrics.get(metric) for one in figures]
+        table.add_row(title, *("-" if tokens is None else f"{tokens:,.0f}" for tokens in found))
     if ours is not None:
         counters = {name for one in figures for name, value in one.metrics.items() if value}
         for name in sorted(name for name in counters if name.startswith(ours) and name.endswith("_total")):

@@ -45,6 +45,11 @@ SOURCES: Final = {
     )
 }
 """Rows of a comparison from tidekv's counters; SGLang tells its own at its promise."""
+COMPUTED: Final = {
+    "sglang:uncached_prompt_tokens_histogram_sum": "prompt tokens that prefill computed",
+    "tidekv_tokens_total{peer}": "prompt tokens that prefill read from decode",
+}
+"""Rows from the metrics of prefill servers."""
 QUIET: Final = [name for name in VARIANTS if not name.endswith(AS_IT_IS)]
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
@@ -160,7 +165,7 @@ def conversations(
     asked = [counted[one.variant.name] for one in figures if one.variant.name in counted]
     if asked:
         shown.print(tiers_table(load, asked))
-    shown.print(totals_table(figures, titles=SOURCES))
+    shown.print(totals_table(figures, titles=SOURCES, prefill_titles=COMPUTED))
     print_lost(figures)
     if json_file is not None:
         _write(json_file, [{**as_json(one), "promised": _plain(promised.get(one.variant.name))} for one in figures])

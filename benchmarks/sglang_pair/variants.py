@@ -90,7 +90,8 @@ class Variant:
         }
         metrics_port = 0
         if self.settings is not None and role != PLAIN:
-            metrics_port = free_port() if role == "decode" else 0
+            # A prefill that does not read has no engine.
+            metrics_port = free_port() if role == "decode" or self.settings is _tidekv_reads else 0
             variables[SETTINGS] = json.dumps(self.settings(role, place, metrics_port))
         if role != PLAIN:
             backend = "nixl" if self.settings is None else "tidekv"
@@ -178,6 +179,23 @@ def _tidekv(
     }
 
 
+def _tidekv_reads(role: str, place: Place, metrics_port: int) -> Mapping[str, object]:
+    """Decode shares its host memory, and prefill reads there whatever it lacks of full pages."""
+    settings = dict(_tidekv("decode", place, metrics_port, stores=False))
+    if role == "prefill":
+        peers: dict[str, object] = {"enabled": True, "host_share": 1.0}
+        del settings["prefills"]
+    else:
+        peers = {"enabled": True, "listen": f"{HOST}:0", "read_share": 1.0}
+    engine = {
+        "metrics": {"listen": f"{HOST}:{metrics_port}"},
+        "cache_peers": peers,
+        "storage": {"prefetch_threshold_tokens": place.page_size},
+        "page_checksums": True,
+    }
+    return {**settings, "engine": engine}
+
+
 _QUIET: Final = (
     Variant("none", "no cache", _none),
     Variant("radix", "radix (L1)", _radix),
@@ -187,6 +205,7 @@ _QUIET: Final = (
     Variant("tidekv-l2", "tidekv, L2", _radix, settings=partial(_tidekv, stores=False)),
     Variant("tidekv-l3", "tidekv, L2 and file", _radix, settings=partial(_tidekv, holds_all=False)),
     Variant("tidekv-lasting", "tidekv, L2 in a file", _radix, settings=partial(_tidekv, stores=False, lasts=True)),
+    Variant("tidekv-reads", "tidekv, prefill reads decode", _radix, settings=_tidekv_reads),
     Variant("tidekv", "tidekv", _radix, settings=_tidekv),
 )
 SINGLE: Final = Variant("single", "one server", _none, is_pair=False)

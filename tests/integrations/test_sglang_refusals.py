@@ -32,6 +32,16 @@ BEHIND_THE_TREE = {
     "--enable-hisparse": "enable_hisparse",
 }
 """Options of a decode server, and the fields of its scheduler that say so."""
+READS = '{"host": "1MB", "engine": {"cache_peers": {"enabled": true, "allow": ["127.0.0.1:*"]}}}'
+"""Settings of a prefill server that reads from decode."""
+ELSEWHERE = {
+    "--enable-hierarchical-cache": "enable_hierarchical_cache",
+    "--enable-lmcache": "enable_lmcache",
+}
+"""Options of a prefill server that reads, and the fields of its scheduler that say so."""
+NO_TREE = "--disable-radix-cache"
+OPTIMISTIC = "--optimistic-prefill-attempts"
+LINKER = "--enable-unified-cache-external-linker"
 RADIX = "--disaggregation-decode-enable-radix-cache"
 POLICY = "--disaggregation-decode-allocation-policy prefill_complete"
 MEMORY_SAVER = "--enable-memory-saver"
@@ -121,6 +131,65 @@ def test_decode_without_a_tree() -> None:
 
     with pytest.raises(InvalidConfig, match=f"{RADIX}.*it has SimpleNamespace"):
         ChunkQueue()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A prefill server that reads from decode."""
+    monkeypatch.setenv("TIDEKV_SGLANG", READS)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("option", ELSEWHERE)
+def test_reads_into_a_tree_whose_pages_may_be_elsewhere(option: str, reads: pytest.MonkeyPatch) -> None:
+    reads.setitem(sglang_contract.SCHEDULER, ELSEWHERE[option], True)
+    with pytest.raises(InvalidConfig, match=f"cache_peers.enabled at prefill: leave out {option}"):
+        start_prefill()
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [(NO_TREE, "disable", True), (LINKER, "linker", object())],
+)
+def test_reads_into_a_tree_that_takes_none(option: str, field: str, value: object, reads: pytest.MonkeyPatch) -> None:
+    tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
+    reads.setattr(tree, field, value, raising=False)
+    with pytest.raises(InvalidConfig, match=f"leave out {option}"):
+        start_prefill()
+
+
+@pytest.mark.parametrize("name", ["insert", "path_device_indices"])
+def test_reads_into_a_tree_that_is_not_known(name: str, reads: pytest.MonkeyPatch) -> None:
+    reads.delattr(sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache, name)
+    with pytest.raises(InvalidConfig, match=f"no UnifiedRadixCache.{name}"):
+        start_prefill()
+
+
+def test_reads_that_sglang_would_not_wait_for(reads: pytest.MonkeyPatch) -> None:
+    reads.setitem(sglang_contract.SERVER_ARGS, "optimistic_prefill_attempts", 1)
+    with pytest.raises(InvalidConfig, match=f"leave out {OPTIMISTIC}"):
+        start_prefill()
+
+
+def test_reads_of_several_ranks_and_of_windows(reads: pytest.MonkeyPatch) -> None:
+    queue = sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue
+    with pytest.raises(InvalidConfig, match="--tp-size 1 only"):
+        queue(ranks=2)
+    with pytest.raises(InvalidConfig, match="without sliding windows"):
+        queue(windows=True)
+
+
+def test_reads_from_places_that_are_not_named(reads: pytest.MonkeyPatch) -> None:
+    reads.setenv("TIDEKV_SGLANG", '{"host": "1MB", "engine": {"cache_peers": {"enabled": true}}}')
+    with pytest.raises(InvalidConfig, match=r"needs engine\.cache_peers\.allow"):
+        start_prefill()
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, NO_TREE, OPTIMISTIC, LINKER])
+def test_the_page_on_sglang_says_what_reads_exclude(name: str) -> None:
+    _, _, section = PAGE_ON_SGLANG.partition("### Prefill that reads from decode")
+    text, _, _ = section.partition("\n### ")
+    assert f"`{name}`" in text
 
 
 def pool_named(name: str, **more: Any) -> Any:

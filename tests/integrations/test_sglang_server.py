@@ -106,6 +106,17 @@ async def test_a_decode_server_that_starts_again_is_served_from_what_outlived_it
     assert figures["metrics"][f"tidekv_tokens_total{{{tier}}}"] >= 3 * 304
 
 
+async def test_a_turn_costs_a_prefill_that_reads_its_new_tokens(tmp_path: Path) -> None:
+    (figures,) = await figures_of(tmp_path / "figures", "--cache", "tidekv-reads", *SMALL, "--at", "2:reset:prefill-0")
+    check_served(figures)
+    metrics = figures["prefill_metrics"]
+    # Of four conversations with prompts of 300, 500 and 700 tokens and answers of 16, in pages of 16 tokens: all that
+    # decode has computed at the end of a turn, which is all but the last token of the answer.
+    assert metrics["sglang:cached_tokens_total"] == 4 * (304 + 512)
+    # At first what prefill lacks of it, the answer; after the flush all of it.
+    assert metrics["tidekv_tokens_total{peer}"] == 4 * (304 - 288 + 512)
+
+
 async def test_what_sglang_counts_is_there_beside_what_tidekv_counts(tmp_path: Path) -> None:
     (figures,) = await figures_of(tmp_path / "figures", "--cache", "tidekv", *SMALL)
     check_served(figures)

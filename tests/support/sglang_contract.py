@@ -279,9 +279,12 @@ def request(tokens: list[int], room: int, **more: Any) -> SimpleNamespace:
         "extra_key": None,
         "cache_salt": None,
         "lora_id": None,
+        "priority": None,
+        "session": None,
+        "skip_radix_cache_insert": False,
         "bootstrap_addr": CommonKVManager.bootstrap_addr,
     }
-    return SimpleNamespace(
+    made = SimpleNamespace(
         build_rebootstrap_payload=lambda: {"input_ids": tokens, "bootstrap_room": room},
         rid=f"r{room}",
         origin_input_ids=array("q", tokens),
@@ -291,15 +294,68 @@ def request(tokens: list[int], room: int, **more: Any) -> SimpleNamespace:
         last_node=f"node of {room}",
         **{**fields, **more},
     )
+    made._compute_max_prefix_len = lambda length: max(min(length - 1, getattr(made, "logprob_start_len", length)), 0)
+
+    def init_next_round_input(tree: Any, cow_mamba: bool) -> None:
+        assert not cow_mamba
+        made.full_untruncated_fill_ids = made.origin_input_ids + made.output_ids
+        limit = made._compute_max_prefix_len(len(made.full_untruncated_fill_ids))
+        made.last_node = tree.match(RadixKey(made.full_untruncated_fill_ids[:limit], made.extra_key, made.cache_salt))
+        made.prefix_len = len(tree.paths[made.last_node])
+
+    made.init_next_round_input = init_next_round_input
+    return made
 
 
-class UnifiedRadixCache:
-    """A tree that has what it is told to have."""
+class RadixKey:
+    def __init__(self, token_ids: Any, extra_key: Any = None, cache_salt: Any = None) -> None:
+        self.token_ids, self.names = tuple(token_ids), (extra_key, cache_salt)
+
+
+class InsertParams:
+    def __init__(self, *, key: RadixKey, value: Any, prev_prefix_len: int, priority: int) -> None:
+        self.key, self.value, self.prev_prefix_len = key, value.tolist(), prev_prefix_len
+
+
+def evict_from_tree_cache(tree: Any, num_tokens: int) -> None:
+    if tree.allocator.available_size() < num_tokens:
+        tree.evict()
+
+
+class Allocator:
+    """Free pages of a prefill server."""
 
     page_size = PAGE
 
-    def __init__(self, req_to_token_pool: Any) -> None:
+    def __init__(self, pages: int, translate: Any) -> None:
+        self.translate_swa_indices_for_transfer = translate
+        self.free_slots = list(range(PAGE, pages * PAGE))
+
+    def available_size(self) -> int:
+        return len(self.free_slots)
+
+    def alloc(self, need_size: int) -> Any:
+        if need_size > len(self.free_slots):
+            return None
+        given, self.free_slots = self.free_slots[:need_size], self.free_slots[need_size:]
+        return torch.tensor(given, dtype=torch.int64)
+
+    def free(self, slots: Any) -> None:
+        assert not set(slots.tolist()) & set(self.free_slots)
+        self.free_slots += slots.tolist()
+
+
+class UnifiedRadixCache:
+    """A tree that has what it is told to have; that of a prefill server has what is inserted."""
+
+    page_size = PAGE
+    disable = False
+
+    def __init__(self, req_to_token_pool: Any, allocator: Any = None) -> None:
         self.req_to_token_pool, self.locked = req_to_token_pool, []
+        self.allocator = allocator
+        self.paths: dict[Any, list[int]] = {(): []}
+        """By node, the slots of its tokens and of all before them."""
         self.matched: list[int] = []
         """Slots of the tokens that a match finds."""
         self.locked_windows: list[Any] = []
@@ -310,6 +366,33 @@ class UnifiedRadixCache:
 
     def reset(self):
         assert not self.locked, "pages are given away while they are read"
+        self.paths = {(): []}
+
+    def match(self, key: RadixKey) -> Any:
+        """The node of the longest prefix, in full pages."""
+        ends = range(len(key.token_ids) // PAGE * PAGE, 0, -PAGE)
+        return next((node for end in ends if (node := (*key.names, key.token_ids[:end])) in self.paths), ())
+
+    def insert(self, params: InsertParams) -> None:
+        node = self.match(params.key)
+        kept = self.paths[node]
+        assert params.value[: params.prev_prefix_len] == kept[: params.prev_prefix_len]
+        self.allocator.free(torch.tensor(params.value[params.prev_prefix_len : len(kept)], dtype=torch.int64))
+        slots = kept + params.value[len(kept) :]
+        for end in range(PAGE, len(slots) + 1, PAGE):
+            self.paths[(*params.key.names, params.key.token_ids[:end])] = slots[:end]
+
+    def evictable_size(self) -> int:
+        # A lock of the root keeps nothing.
+        return 0 if any(self.locked) else max(map(len, self.paths.values()))
+
+    def evict(self) -> None:
+        assert not any(self.locked)
+        self.allocator.free(torch.tensor(max(self.paths.values(), key=len), dtype=torch.int64))
+        self.paths = {(): []}
+
+    def path_device_indices(self, node: Any) -> Any:
+        return torch.tensor(self.paths[node], dtype=torch.int64)
 
     def lock(self, node):
         self.locked.append(node)
@@ -351,13 +434,17 @@ def _scheduler(pool: Any, pages: int) -> SimpleNamespace:
     def translate(slots):
         return pool.full_to_swa_index_mapping[slots.long()]
 
+    allocator = Allocator(pages, translate)
+    rows = SimpleNamespace(req_to_token=table)
+    tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
     return SimpleNamespace(
         is_fully_idle=lambda: False,
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
         attn_tp_cpu_group=None,
         sliding_window_size=SLIDING_WINDOW if isinstance(pool, SWAKVPool) else None,
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, translate_swa_indices_for_transfer=translate),
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        tree_cache=tree(rows, allocator),
         **SCHEDULER,
     )
 
@@ -373,6 +460,7 @@ class PrefillBootstrapQueue:
         return _manager(self, DisaggregationMode.PREFILL)
 
     def create_sender(self, req, num_kv_heads):
+        req.full_untruncated_fill_ids = array("q")  # Until SGLang looks for its prefix.
         req.disagg_kv_sender = _factory()("sender")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
         return True
 
@@ -384,10 +472,8 @@ class DecodePreallocQueue:
         self.scheduler = _scheduler(self.token_to_kv_pool, pages)
         self.free_pages: list[int] = []
         self.req_to_token_pool = self.scheduler.req_to_token_pool
-        tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
-        self.tree_cache = tree(self.req_to_token_pool)
+        self.tree_cache = self.scheduler.tree_cache
         self.transfer_queue = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
-        self.scheduler.tree_cache = self.tree_cache
         self.kv_manager = self._init_kv_manager()
 
     def _init_kv_manager(self):
@@ -472,6 +558,9 @@ def modules(*, without: str = "") -> Iterator[None]:
             "SchedulerDisaggregationDecodeMixin": _copy(SchedulerDisaggregationDecodeMixin),
         },
         "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": _copy(PrefillBootstrapQueue)},
+        "sglang.srt.mem_cache.base_prefix_cache": {"InsertParams": InsertParams},
+        "sglang.srt.mem_cache.radix_cache": {"RadixKey": RadixKey},
+        "sglang.srt.mem_cache.common": {"evict_from_tree_cache": evict_from_tree_cache},
         "sglang.srt.mem_cache.unified_radix_cache": {"UnifiedRadixCache": _copy(UnifiedRadixCache)},
         "sglang.srt.managers.schedule_batch": {"Req": _copy(Req)},
         "sglang.srt.managers.scheduler": {"Scheduler": _copy(Scheduler)},

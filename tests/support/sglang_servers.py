@@ -31,17 +31,27 @@ class Servers:
 
     # --- Prefill ---
 
-    def send(self, tokens: list[int], pages: list[int], room: int, *, chunks: int = 1, **more: Any) -> Any:
-        """Compute a prompt, and hand it over chunk by chunk; returns its request."""
+    def bootstrap(self, tokens: list[int], room: int, **more: Any) -> Any:
+        """Queue a prompt until it may be computed; returns its request."""
         req = request(tokens, room, **more)
         assert self.prefill.create_sender(req, 2)
-        sender = req.disagg_kv_sender
-        self.wait(lambda: sender.poll() == KVPoll.WaitingForInput)
-        assert sender.pop_decode_prefix_len() == 0
-        sender.init(len(pages), room % 8)
-        self._note(self.prefill, req, pages)
+        self.wait(lambda: req.disagg_kv_sender.poll() == KVPoll.WaitingForInput)
+        assert req.disagg_kv_sender.pop_decode_prefix_len() == 0
+        return req
+
+    def send(self, tokens: list[int], pages: list[int], room: int, *, chunks: int = 1, **more: Any) -> Any:
+        """Compute a prompt, and hand it over chunk by chunk; returns its request."""
+        req = self.bootstrap(tokens, room, **more)
         if hasattr(self.pools[0], "compute"):
             self.pools[0].compute(tokens, pages)
+        self.hand_over(req, pages, chunks=chunks)
+        return req
+
+    def hand_over(self, req: Any, pages: list[int], *, chunks: int = 1) -> None:
+        """Hand over the pages of a prompt that is computed."""
+        sender, tokens, room = req.disagg_kv_sender, req.origin_input_ids, req.bootstrap_room
+        sender.init(len(pages), room % 8)
+        self._note(self.prefill, req, pages)
         step = -(-len(pages) // chunks)
         for first in range(0, len(pages), step):
             if first + step >= len(pages):
@@ -50,7 +60,6 @@ class Servers:
                 buffers.cached_tokens[row, 1] = 4
                 buffers.bootstrap_room[row, 0] = room
             sender.send(np.asarray(pages[first : first + step], dtype=np.int32), None)
-        return req
 
     # --- Decode ---
 

@@ -42,6 +42,39 @@ def check_supported(args: Any, manager: Any) -> None:
         )
 
 
+def check_reads(queue: Any, manager: Any) -> None:
+    """Raise InvalidConfig, which names the option, for a prefill server that cannot read from decode."""
+    scheduler, where = queue.scheduler, f"{manager.settings.where}: engine.cache_peers.enabled at prefill"
+    tree = scheduler.tree_cache
+    if not (manager.settings.dials or manager.settings.engine.cache_peers.dials):
+        raise InvalidConfig(
+            f"{where} needs engine.cache_peers.allow, the places where decode servers listen for it "
+            '(their engine.cache_peers.listen), such as ["10.0.0.0/24:7100"]'
+        )
+    if manager.attn_tp_size > 1:
+        raise InvalidConfig(f"{where} goes with --tp-size 1 only: each rank would have to read the same pages")
+    if manager.kv_args.state_types:
+        raise InvalidConfig(f"{where} goes without sliding windows, which decode does not keep: prefill computes them")
+    for name in ("insert", "path_device_indices", "disable"):
+        if not hasattr(tree, name):
+            raise InvalidConfig(
+                f"{where}: this SGLang has no {type(tree).__name__}.{name}, by which its tree takes what is read"
+            )
+    if tree.disable:
+        raise InvalidConfig(f"{where} puts what it reads into SGLang's tree: leave out --disable-radix-cache")
+    if getattr(manager.server_args, "optimistic_prefill_attempts", 0):
+        raise InvalidConfig(
+            f"{where}: leave out --optimistic-prefill-attempts, with which SGLang would not wait for it"
+        )
+    for option, is_set in (
+        ("--enable-hierarchical-cache", getattr(scheduler, "enable_hierarchical_cache", False)),
+        ("--enable-lmcache", getattr(scheduler, "enable_lmcache", False)),
+        ("--enable-unified-cache-external-linker", getattr(tree, "linker", None) is not None),
+    ):
+        if is_set:
+            raise InvalidConfig(f"{where}: leave out {option}, with which SGLang's tree has pages that are elsewhere")
+
+
 def check_decode(queue: Any) -> None:
     """Raise InvalidConfig, which names the option, for a decode server that has a cache of its own behind its tree, or
     whose SGLang lacks what this backend changes.

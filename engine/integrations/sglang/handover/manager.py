@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
-from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_supported
+from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_reads, check_supported
 from tidekv.engine.integrations.sglang.handover.pools import (
     WINDOW,
     MetadataRows,
@@ -21,6 +21,7 @@ from tidekv.engine.integrations.sglang.handover.pools import (
     wrap_pools,
 )
 from tidekv.engine.integrations.sglang.handover.prefill_end import PrefillEnd
+from tidekv.engine.integrations.sglang.handover.prefill_tree import PrefillTree
 from tidekv.engine.integrations.sglang.handover.ranks import LOOPBACK, Ranks
 from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 from tidekv.engine.integrations.sglang.handover.settings import read_settings
@@ -40,6 +41,8 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         self.settings = read_settings(os.environ)
         self.decode: DecodeEnd | None = None
         self.prefill: PrefillEnd | None = None
+        self.prefill_tree: PrefillTree | None = None
+        """Where prefill puts what it reads from decode; None if it reads nothing."""
         self.rows = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
         self.dials = Dials.parse(self.settings.dials)
         self._windows: RequestWindows | None = None
@@ -88,6 +91,9 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         """Start the prefill end over the pools of SGLang's queue, and register it."""
         host, port = parse_address(self.settings.listen or f"{self.local_ip}:0")
         pools = self._wrap(queue)
+        reads = self.settings.engine.cache_peers.enabled
+        if reads:
+            check_reads(queue, self)
         self.prefill = PrefillEnd(
             pools,
             self.settings,
@@ -97,6 +103,8 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
             server=forward_streams(pools.full.device, queue),
         )
         self.names = queue.scheduler.tidekv_names = PageNamespaces(self._ranks(queue))
+        if reads:
+            self.prefill_tree = PrefillTree(self.prefill, queue.scheduler, self.names)
         queue.scheduler.tidekv_manager = self
         _, self.rank_port = parse_address(self.prefill.address)
         self.register_to_bootstrap()

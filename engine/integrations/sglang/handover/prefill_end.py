@@ -1,6 +1,7 @@
 """The prefill end of a rank: a `PrefillThread` beside SGLang's scheduler, which sends computed pages in place.
 
 create_sender ──▶ open                          the prompt is computed before or after decode asks for it
+              ──▶ read                          before that, what decode has of it, if it is to be read
 send          ──▶ pages of a chunk              what decode does not need is remembered, and sent if it asks later
 poll          ◀── state of the hand-over        pages are held until decode has them
 """
@@ -12,8 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
+from tidekv.backends.host.pool import HostPool
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.integrations.sglang.handover.decode_end import REST_S
 from tidekv.engine.integrations.sglang.handover.pools import Pools
+from tidekv.engine.integrations.sglang.handover.prefix_reads import PrefixPlace, PrefixReads, Reading
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
@@ -44,6 +50,8 @@ class Sending:
     is_sent: bool = False
     """All pages and the first token were handed over."""
     may_compute: bool = False
+    reading: Reading | None = None
+    """Its prefix, which is read from decode."""
     ended: HandedOver | None = None
     cause: str = ""
     """Why it failed on this side."""
@@ -95,6 +103,16 @@ class PrefillEnd:
             storage=settings.open_storage(),
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s, server=server)
+        self._host: HostPool | None = None
+        """What is read passes through it."""
+        self._reads: PrefixReads | None = None
+        if settings.engine.cache_peers.enabled:
+            config = msgspec.structs.replace(settings.engine_of(place.rank, place.ranks), model=model, device="lent")
+            layout = pools.full.layout
+            self._host = HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes))
+            transport = settings.decode_transport(f"sglang-prefill-{place.rank}-reads", config.cache_peers)
+            peer.read_with(DecodeEngine(config, device=pools.full, host=self._host, transport=transport))
+            self._reads = PrefixReads(self._thread, config, clock)
         self._page_size = pools.full.layout.page_size
         self._unclaimed_max = int(settings.unclaimed_share * pools.full.num_pages)
         self._clock = clock
@@ -111,8 +129,10 @@ class PrefillEnd:
         """The address that decode workers connect to."""
         return self._thread.address
 
-    def open(self, room: int, prompt: PromptDigest, packed: bytes) -> Sending:
-        """Begin a hand-over. One that cannot begin has failed on return; nothing is raised."""
+    def open(self, room: int, prompt: PromptDigest, packed: bytes, place: PrefixPlace | None = None) -> Sending:
+        """Begin a hand-over. One that cannot begin has failed on return. `place`: where the prompt's prefix goes, if it
+        is to be read from decode.
+        """
         self._names += 1
         sending = Sending(f"{room}#{self._names}", prompt, packed)
         try:
@@ -121,6 +141,8 @@ class PrefillEnd:
             sending.cause = str(error)
         else:
             self._live[sending.name] = sending
+            if self._reads is not None and place is not None:
+                sending.reading = self._reads.begin(sending.name, packed, place)
         return sending
 
     def send(self, sending: Sending, pages: Sequence[int], *, is_last: bool) -> None:
@@ -171,14 +193,19 @@ class PrefillEnd:
         if self._live:
             self._take()
         if not sending.may_compute:
-            sending.may_compute = self._may_compute(sending)
+            sending.may_compute = self._has_read(sending) and self._may_compute(sending)
 
     def rest(self) -> None:
         """Wait for the end of a hand-over, at most REST_S: SGLang has nothing to compute meanwhile."""
         self._take(REST_S)
 
     def stop(self, sending: Sending, cause: str) -> None:
-        """End a hand-over whose pages are about to change. Waits for one turn of the peer's loop."""
+        """End a hand-over whose pages are about to change. Waits for one turn of the peer's loop, and for a copy into
+        what is read.
+        """
+        reading, sending.reading = sending.reading, None
+        if self._reads is not None and reading is not None:
+            self._reads.end(reading)
         if sending.is_received or sending.ended is not None or sending.name not in self._live:
             return
         sending.cause = sending.cause or cause
@@ -186,6 +213,10 @@ class PrefillEnd:
             self._thread.stop(sending.name, cause)
         except TidekvError as error:
             LOG.error("a hand-over was not stopped in time", request_id=sending.name, cause=str(error))
+
+    def flush(self) -> None:
+        """Empty the host memory of what was read."""
+        self._thread.flush_reader()
 
     def statistics(self) -> dict[str, int | float]:
         """Return the counts of the hand-overs and of storage. Waits for a turn of the peer's loop."""
@@ -195,6 +226,9 @@ class PrefillEnd:
         """End all hand-overs and stop. Idempotent."""
         self._pacing.close()
         self._thread.close()
+        # Unless that raised: then something may still write to the pages.
+        if self._host is not None:
+            self._host.close()
 
     def _take(self, timeout_s: float = 0.0) -> None:
         for ended in self._thread.poll(timeout_s):
@@ -208,6 +242,14 @@ class PrefillEnd:
         except TidekvError as error:
             self.stop(sending, str(error))
             sending.cause = sending.cause or str(error)
+
+    def _has_read(self, sending: Sending) -> bool:
+        if self._reads is None or sending.reading is None:
+            return True
+        if not self._reads.poll(sending.reading):
+            return False
+        sending.reading = None
+        return True
 
     def _may_compute(self, sending: Sending) -> bool:
         """Whether prefill may compute a prompt now: decode has asked for it, or prompts that it has not asked for hold

@@ -42,7 +42,9 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
             if type(self.bootstrap_room) is not int:
                 raise InvalidConfig(f"the request names the room {short(self.bootstrap_room)}, which is no number")
             packed = packed_prompt(request)
-            self.sending = self._mgr.prefill.open(self.bootstrap_room, digest_of_prompt(request, packed), packed)
+            place = None if self._mgr.prefill_tree is None else self._mgr.prefill_tree.place_of(request)
+            digest = digest_of_prompt(request, packed)
+            self.sending = self._mgr.prefill.open(self.bootstrap_room, digest, packed, place)
             self._namespace, self._request = self._mgr.names.of(request), request
         except Exception as error:
             LOG.exception("a request is not handed over", request_id=str(self.bootstrap_room))

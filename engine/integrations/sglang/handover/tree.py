@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 LOG = engine_log("tidekv.sglang")
 OFFERED = "tidekv_offered_tokens"
 """Attribute of SGLang's requests: leading tokens that were offered."""
+FLUSH = "tidekv_flush"
+"""Attribute of SGLang's trees: what empties the host memory behind one."""
 MATCHED = "tidekv_matched_tokens"
 """Attribute of SGLang's retracted requests: leading tokens whose pages are the tree's again."""
 
@@ -30,6 +32,7 @@ class KeptTree:
         self._decode = decode
         self._tree = tree
         tree.tidekv = self
+        setattr(tree, FLUSH, self.flush)
 
     def offer(self, request: Any) -> None:
         """Write through what the tree has of a request, prompt or output, that was not offered before."""
@@ -74,10 +77,10 @@ def offer_checkpoint(result: None, tree: Any, request: Any, **more: Any) -> None
 
 def flush_before_reset(tree: Any) -> None:
     """Flush the host memory. Runs before SGLang's `UnifiedRadixCache.reset`."""
-    kept = getattr(tree, "tidekv", None)
-    if kept is not None:
+    flush = getattr(tree, FLUSH, None)
+    if flush is not None:
         try:
-            kept.flush()
+            flush()
         except Exception:
             LOG.exception("host memory was not flushed")
 
