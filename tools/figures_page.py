@@ -48,6 +48,7 @@ SGLANG_FAULTS = (
     "sglang_faults_storage.json",
     "sglang_faults_kill.json",
 )
+SGLANG_READS = ("sglang_reads.json", "sglang_reads_kills.json")
 SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 """Files of runs: conversations, each fault for itself, and all faults in one run."""
 VLLM_GROUPS = {
@@ -308,6 +309,9 @@ def sglang_table() -> str:
     """Return what real SGLang servers did: each cache of decode beside the others, and what clients got amid faults."""
     lines = [line for file in SGLANG_RUNS if (report := _read(file)) is not None for line in _sglang_caches(report)]
     lines = lines or ["No run was kept."]
+    reads = [_sglang_reads(report) for file in SGLANG_READS if (report := _read(file)) is not None]
+    if reads:
+        lines += ["A prefill that reads from decode, every token compared with one server's:", "", *reads, ""]
     reports = [report for file in SGLANG_FAULTS if (report := _read(file)) is not None]
     if reports:
         lines += _sglang_faults(reports)
@@ -335,6 +339,24 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
         *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
         "",
     ]
+
+
+def _sglang_reads(report: Mapping[str, Any]) -> str:
+    (one,) = report["figures"]
+    prefill = one["prefill_metrics"]
+    computed, prompts, read = (
+        f"{prefill[name]:,.0f}"
+        for name in (
+            "sglang:uncached_prompt_tokens_histogram_sum",
+            "sglang:prompt_tokens_total",
+            "tidekv_tokens_total{peer}",
+        )
+    )
+    return (
+        f"- {_command(report)}: of {prompts} prompt tokens it computed {computed}, and read {read}. {one['answers']:,} "
+        f"answers, {len(one['wrong'])} wrong, {len(one['lost'])} lost, {sum(one['http_errors'].values())} HTTP errors, "
+        f"{one['retries']} requests sent again."
+    )
 
 
 def _sglang_title(variant: str) -> str:

@@ -153,6 +153,21 @@ def test_faults_of_several_runs_are_one_table(tmp_path: Path, monkeypatch: pytes
     ]
 
 
+def test_what_a_prefill_that_reads_computed_is_said_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = {"sglang:uncached_prompt_tokens_histogram_sum": 20.0, "sglang:prompt_tokens_total": 1300.0}
+    one = {"answers": 8, "wrong": [], "lost": {"0.1": "500"}, "http_errors": {"500": 1}, "retries": 2}
+    one["prefill_metrics"] = {**prefill, "tidekv_tokens_total{peer}": 40.0}
+    told = {"command": "sglang", "date": "2026-01-01", "commit": "abc", "machine": "m", "load": 1.0}
+    (tmp_path / "sglang_reads.json").write_text(json.dumps({"about": told, "figures": [one]}))
+    monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
+    assert (
+        "- `sglang` (2026-01-01, commit abc, m, load 1.0): of 1,300 prompt tokens it computed 20, and read 40. "
+        "8 answers, 0 wrong, 1 lost, 1 HTTP errors, 2 requests sent again." in figures_page.sglang_table()
+    )
+
+
 def test_runs_with_windows_and_states_are_columns_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(file: str, **changes: object) -> None:
         one: dict[str, object] = {"metrics": {"vllm:tidekv_restore_tokens_l3_total": 1200.0}, "answers": 72}
