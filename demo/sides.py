@@ -222,7 +222,7 @@ def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], Nixl
             secret=secret,
             listen_tls=listen_tls,
             dial_tls=dial_tls,
-            dials=() if listens else (*loaded.configuration.decode.prefill, *peers.dials),
+            dials=() if listens else (*loaded.configuration.decode.prefill, *peers.dials_of(0, 1)),
             listening=ListenOptions(announces=section.announces, allow_no_secret=section.allow_no_secret),
             nixl=NixlOptions(
                 backends=section.backends,

@@ -66,18 +66,17 @@ def simulate_shape(
 def shapes_of(
     seed: int, requests: int, *, ranks: int | None = None, lends: bool | None = None, neighbours: bool = False
 ) -> tuple[Shape, ...]:
-    """Draw the runs of a seed. With `ranks` it is one run on so many, with `neighbours` one run of a rank that has
-    other decode workers; `lends` says for every run whether host engines lend the device pages.
+    """Draw the runs of a seed. With `ranks` it is one run on so many, with `neighbours` there are other decode workers
+    in every run; `lends` says for every run whether host engines lend the device pages.
     """
     random = Random(f"shape {seed}")
     several, is_lent_first = random.choice((2, 3, 4)), random.random() < 0.5
     few = max(1, round(requests * REQUESTS_OF_RANKS))
-    is_one_run = ranks is not None or neighbours
-    runs = [(ranks or 1, requests)] if is_one_run else [(1, max(1, requests - few)), (several, few)]
+    runs = [(ranks, requests)] if ranks is not None else [(1, max(1, requests - few)), (several, few)]
     shapes = []
     for number, (count, share) in enumerate(runs):
         is_lent = is_lent_first == (number == 0) if lends is None else lends
-        has_neighbours = (neighbours or draws_neighbours(seed)) and count == 1
+        has_neighbours = neighbours or draws_neighbours(seed)
         has_components = is_lent or not has_short_rests(seed)
         shapes.append(Shape(share, count, has_components, is_lent, has_neighbours))
     return tuple(shapes)

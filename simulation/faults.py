@@ -108,6 +108,8 @@ FAULTS: dict[str, str] = {
     "neighbour_is_stuck": "another decode worker falls silent, and may write long after the request has ended",
     "neighbour_lies": "a page from another decode worker does not match its checksum",
     "neighbour_reports_nonsense": "a read from another decode worker reports more pages than it was to bring",
+    "neighbour_misses_a_rank": "a rank of another decode worker never asks its counterpart, which the others did",
+    "neighbour_asks_otherwise": "a rank of another decode worker asks for another prompt than the others",
     "share_fails": "a read by another decode worker ends with an error",
     "share_raises": "starting a read by another decode worker raises",
     "share_is_stuck": "another decode worker reads for very long",
@@ -123,6 +125,8 @@ OF_LENDING = frozenset({"pages_are_not_offered"})
 """Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
 OF_NEIGHBOURS = frozenset(name for name in FAULTS if name.startswith(("neighbour_", "share_")))
 """Kinds that strike only in runs with other decode workers, which draw them from a random source of their own."""
+OF_RANKS_OF_NEIGHBOURS = frozenset({"neighbour_misses_a_rank", "neighbour_asks_otherwise"})
+"""Those of them that strike only in runs on several ranks."""
 OF_RANKS = frozenset(name for name in FAULTS if name.startswith("rank_"))
 """Kinds that strike only in runs on several ranks. Every other kind strikes on one of the ranks alone there, but for
 those of calls, which the callers of all ranks make.

@@ -18,6 +18,7 @@ from simulation.components import SimulatedComponents
 from simulation.early_callers import EarlyCaller, EarlyCallers
 from simulation.lending_callers import HostEngine
 from simulation.memory import SimulatedPool, Violation
+from simulation.neighbours import NeighboursOfRank
 from simulation.prefill import Peer, Prompt
 from simulation.raising import Injected, Raising
 from simulation.rooms import Frames, RoomsOut
@@ -42,24 +43,31 @@ if TYPE_CHECKING:
 AUDIT_EVENTS = 100
 PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost", "pages damaged")
 OWN_FIELDS: dict[type[events.Event | commands.Command], dict[str, object]] = {
+    events.ShareRequested: {"call": 0},
+    commands.SharePages: {"call": 0},
+    commands.ReportHinted: {"call": 0},
+}
+"""Fields in which the same event or command differs between ranks, with an empty value."""
+OWN_FIELDS_LENT: dict[type[events.Event | commands.Command], dict[str, object]] = {
+    **OWN_FIELDS,
     events.RequestArrived: {"lent_pages": (), "lent_components": {}},
     events.PagesOffered: {"pages": (), "offered_components": {}, "offer": 0},
     commands.SendPromise: {"pages": page_ids(), "component_pages": None},
     commands.SendExtend: {"pages": page_ids()},
     commands.ReportOffered: {"offer": 0},
 }
-"""With lent pages, fields in which the same event or command differs between ranks, with an empty value."""
+"""Those of ranks that are lent pages."""
 
 
-def without_own_fields(item: events.Event | commands.Command) -> events.Event | commands.Command:
-    """Return what must be the same on all ranks that are lent pages."""
-    if isinstance(item, commands.CopyPages):
+def without_own_fields(item: events.Event | commands.Command, *, are_lent: bool) -> events.Event | commands.Command:
+    """Return what must be the same on all ranks."""
+    if are_lent and isinstance(item, commands.CopyPages):
         item = msgspec.structs.replace(
             item,
             source_pages=page_ids() if item.source == "device" else item.source_pages,
             target_pages=page_ids() if item.target == "device" else item.target_pages,
         )
-    empty = OWN_FIELDS.get(type(item))
+    empty = (OWN_FIELDS_LENT if are_lent else OWN_FIELDS).get(type(item))
     return item if empty is None else msgspec.structs.replace(item, **empty)
 
 
@@ -129,6 +137,7 @@ class Rank:
         self.copies = SimulatedCopies(self, self.random)
         storage = SimulatedStorage(self, self.random, self._stored)
         self.peers = [Peer(self, self.random, f"prefill-{number}") for number in range(world.prefill_count)]
+        self.neighbours = None if world.neighbours is None else NeighboursOfRank(self, world.neighbours)
         self.rooms_out = RoomsOut(self)
         self.frames = Frames(self, self.random)
         self.dead_writers: set[str] = set()
@@ -144,8 +153,8 @@ class Rank:
         # Any: each taker has its own command type.
         self._takers: dict[type[commands.Command], Callable[[Any], object]] = {
             commands.QueryStorage: storage.query,
-            commands.FetchPages: lambda command: (world.with_neighbours if command.peer else storage).fetch(command),
-            commands.SharePages: lambda command: world.with_neighbours.share(command),
+            commands.FetchPages: lambda command: (self.with_neighbours if command.peer else storage).fetch(command),
+            commands.SharePages: lambda command: self.with_neighbours.share(command),
             commands.StorePages: storage.store,
             commands.ProbeStorage: storage.probe,
             commands.CopyPages: self.copies.copy,
@@ -187,6 +196,13 @@ class Rank:
             look(self.core)
 
     # --- Used by its parts ---
+
+    @property
+    def with_neighbours(self) -> NeighboursOfRank:
+        """The other decode workers. Raises a Violation if there are none."""
+        if self.neighbours is None:
+            raise Violation("a read from or for another decode worker, but there is none")
+        return self.neighbours
 
     @property
     def now_s(self) -> float:
@@ -295,11 +311,12 @@ class Rank:
         return taker
 
     def _compare(self, event: events.Event, given: list[commands.Command]) -> None:
-        has_own_pages = not self.is_alone and self.settings.lends_device
         word = 0
         items: list[events.Event | commands.Command] = [event, *given]
         for item in items:
-            word = zlib.crc32(ENCODER.encode(without_own_fields(item) if has_own_pages else item), word)
+            if not self.is_alone:
+                item = without_own_fields(item, are_lent=self.settings.lends_device)
+            word = zlib.crc32(ENCODER.encode(item), word)
         self.world.turns.stepped(self, word)
         self.events += 1
 
@@ -458,6 +475,8 @@ class Rank:
                 self.end(caller, refusal.cause)
         elif isinstance(call, events.PagesOffered):
             self.work.declined(call)
+        elif isinstance(call, events.ShareRequested):
+            self.with_neighbours.refused(call)
         # A request whose call was refused after READY is dropped next, and ends there.
 
     # --- Commands ---
@@ -567,6 +586,8 @@ class Rank:
     def check_end(self) -> None:
         """Raise a Violation if anything is left."""
         audit(self)
+        if self.neighbours is not None:
+            self.neighbours.check_end()
         core = self.core
         if self.callers:
             stuck = next(iter(self.callers))

@@ -96,7 +96,6 @@ def simulate(
     if early is None:
         early = settings is None and draws_early(seed)
     early = early and not drawn.lends_device
-    neighbours = neighbours and ranks == 1
     if neighbours:
         drawn = with_neighbours(drawn, seed)
     world = World(

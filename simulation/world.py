@@ -71,6 +71,7 @@ class World:
         self.turns = Turns(self)
         self.generations: dict[str, int] = {}
         """The last generation of each request id on any rank."""
+        self.neighbours = Neighbours(self, seed, ranks, faults, without) if neighbours else None
         self.ranks = [Rank(self, number, ranks) for number in range(ranks)]
         self.stepping = self.ranks[0]
         """The rank whose core has taken the last event."""
@@ -80,7 +81,6 @@ class World:
             self.orchestrator = Orchestrator(
                 seed, settings, give=first.tell, after=self.schedule.after, now_s=lambda: self.now_s
             )
-        self.neighbours = Neighbours(self.ranks[0], seed, faults, without) if neighbours else None
         self.retracted_ids: set[str] = set()
         self.ends: dict[str, int] = {}
         self.arrivals_left = requests
@@ -295,20 +295,11 @@ class World:
                 raise Violation(f"{self._stored}, but storage lacks {node}")
 
     def hinted(self, rank: Rank, command: commands.ReportHinted) -> None:
-        """Take the answer to a hint: all ranks have it, and the first one was asked."""
-        if rank.number or rank.is_solo:
-            return
-        if self.neighbours is not None and self.neighbours.is_asked_by(command):
-            self.neighbours.answered(command)
-        elif self.orchestrator is not None:
+        """Take the answer to a hint: all ranks have it, and the first one was asked. Each rank has its own reads."""
+        if rank.neighbours is not None and rank.neighbours.is_asked_by(command):
+            rank.neighbours.answered(command)
+        elif self.orchestrator is not None and not rank.number and not rank.is_solo:
             self.orchestrator.answered(command)
-
-    @property
-    def with_neighbours(self) -> Neighbours:
-        """The other decode workers. Raises a Violation if there are none."""
-        if self.neighbours is None:
-            raise Violation("a read from or for another decode worker, but there is none")
-        return self.neighbours
 
     # --- The end ---
 
@@ -323,5 +314,3 @@ class World:
             raise Violation("the trees or free lists of the ranks differ at the end")
         if self.orchestrator is not None:
             self.orchestrator.check_end()
-        if self.neighbours is not None:
-            self.neighbours.check_end()

@@ -70,9 +70,9 @@ class CopyPages(OperationCommand, frozen=True, kw_only=True):
 
 
 class SharePages(OperationCommand, frozen=True, kw_only=True):
-    """Copy host pages to the peer that asked for them by the hint `call` → CopyEnded.
+    """Copy host pages to the peer whose read has the number `call` → CopyEnded.
 
-    They are the first pages of the hint's prefix. They stay where they are until that event.
+    They are the first pages of the prefix that it asked for. They stay where they are until that event.
     """
 
     call: int
@@ -330,8 +330,8 @@ class ReportStored(Command, frozen=True, kw_only=True):
 
 
 class ReportHinted(Command, frozen=True, kw_only=True):
-    """Report the outcome of a hint: "accepted", "clipped" (for fewer pages), "deferred" (in use), "missing" or
-    "rejected", and the number of pages it concerns.
+    """Report the outcome of a hint, or of a read by a peer: "accepted", "clipped" (for fewer pages), "deferred" (in
+    use), "missing" or "rejected", and the number of pages it concerns.
     """
 
     call: int

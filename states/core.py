@@ -173,6 +173,7 @@ class Core:
             events.FlushRequested: self._flush_requested,
             events.StoreRequested: self._store_requested,
             events.HintReceived: self._hint_received,
+            events.ShareRequested: self._share_requested,
             events.StorageChanged: self.storage.changed,
             events.PolicyChanged: self.storage.policy_changed,
             events.ClockAdvanced: self._time_passed,
@@ -292,6 +293,9 @@ class Core:
 
     def _hint_received(self, event: events.HintReceived) -> None:
         self.state.run_guarded(partial(self.hints.take, event), recover=partial(self.hints.refuse, event))
+
+    def _share_requested(self, event: events.ShareRequested) -> None:
+        self.state.run_guarded(partial(self.hints.share, event), recover=partial(self.hints.refuse_share, event))
 
     def _flush_requested(self, event: events.FlushRequested) -> None:
         if "l2" in event.tiers:

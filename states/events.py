@@ -205,12 +205,11 @@ class StoreRequested(Event, frozen=True, kw_only=True):
 
 
 class HintReceived(Event, frozen=True, kw_only=True):
-    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain"; or another
-    decode worker asks for it: "share".
+    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain".
 
     `keys` name its full pages. `tier` is the lowest tier that a demotion goes to: "host" or "storage". A pin, and the
-    reads of a prefetch, end `ttl_s` later. All pins together hold `pages_max` host pages at most, and so do all shares.
-    ReportHinted returns `call`, after SharePages if pages are shared.
+    reads of a prefetch, end `ttl_s` later. All pins together hold `pages_max` host pages at most.
+    ReportHinted returns `call`.
     """
 
     call: int
@@ -220,6 +219,20 @@ class HintReceived(Event, frozen=True, kw_only=True):
     tier: str = "host"
     ttl_s: float = 0.0
     pages_max: int = 0
+
+
+class ShareRequested(Event, frozen=True, kw_only=True):
+    """Another decode worker asks for the host pages of a prefix, of which `keys` name the full pages.
+
+    `read` names the read: with ranks it is the same on all of them, while each has a `call` of its own. All shares
+    together hold `pages_max` host pages at most. ReportHinted returns `call`, after SharePages if pages are shared.
+    """
+
+    call: int
+    read: str
+    namespace: str
+    keys: bytes
+    pages_max: int
 
 
 class StorageChanged(Event, frozen=True, kw_only=True):
@@ -483,6 +496,7 @@ AnyEvent = (
     | FlushRequested
     | StoreRequested
     | HintReceived
+    | ShareRequested
     | StorageChanged
     | PolicyChanged
     | ClockAdvanced

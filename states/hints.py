@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import HintReceived, Outcome
+    from tidekv.states.events import HintReceived, Outcome, ShareRequested
     from tidekv.states.prefix.node import Node, Receipt
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
@@ -128,7 +128,6 @@ class Hints:
             "pin": self._pin,
             "unpin": self._unpin,
             "retain": self._retain,
-            "share": self._share,
         }
 
     @property
@@ -146,6 +145,15 @@ class Hints:
     def refuse(self, event: HintReceived) -> None:
         """Report a hint on which acting has raised."""
         self._state.count("hints_rejected")
+        self._state.emit(ReportHinted(call=event.call, outcome="rejected", page_count=0))
+
+    def share(self, event: ShareRequested) -> None:
+        """Share pages with a peer as far as bounds allow, and report how many."""
+        outcome, pages = self._share(event)
+        self._state.emit(ReportHinted(call=event.call, outcome=outcome, page_count=pages))
+
+    def refuse_share(self, event: ShareRequested) -> None:
+        """Report a read by a peer on which acting has raised."""
         self._state.emit(ReportHinted(call=event.call, outcome="rejected", page_count=0))
 
     # --- Pins ---
@@ -199,7 +207,7 @@ class Hints:
         """Host pages that are being copied to peers; those of a common prefix count for each."""
         return sum(share.page_count for share in self.shares)
 
-    def _share(self, event: HintReceived) -> tuple[str, int]:
+    def _share(self, event: ShareRequested) -> tuple[str, int]:
         state = self._state
         wanted = self._pages_of(event)
         allowed = min(wanted, event.pages_max - self.shared_pages)
@@ -361,13 +369,13 @@ class Hints:
     def _width(self) -> int:
         return self._state.settings.key_bytes
 
-    def _pages_of(self, event: HintReceived) -> int:
+    def _pages_of(self, event: HintReceived | ShareRequested) -> int:
         return len(event.keys) // self._width
 
     def _reading_pages(self) -> int:
         return sum(len(one.host_pages) for one in self._state.operations.values() if isinstance(one, HintRead))
 
-    def _host_end(self, event: HintReceived) -> Node:
+    def _host_end(self, event: HintReceived | ShareRequested) -> Node:
         """Return the last node of the prefix that has host pages, perhaps a root."""
         node = self._state.index.match(event.namespace, event.keys).host_node
         while node.host is None:

@@ -42,7 +42,7 @@ def simulate(
         ),
     ] = None,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Other decode workers in every seed, each on one rank; by default in some.")
+        bool, typer.Option("--peers", help="Other decode workers in every seed, of as many ranks; by default in some.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),

@@ -28,5 +28,7 @@ class LocalRank:
     """
     sends: wire.Sends = "computed"
     """What is exchanged: pages that prefill computes, or pages in the host memory of decode workers."""
+    cached_place: RankPlace = SOLE
+    """Place of the rank whose host memory is exchanged, whose links are those of a single rank; see `wire.Hello`."""
     staging: Staging | None = None
     """The ring through which prefill ranks send slices of heads; None: as short stretches."""

@@ -18,7 +18,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.prompt_digest import DIGEST_BYTES
-from tidekv.states.handover.rank_place import RankPlace
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.types import FULL, Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 from tidekv.transports.aux_values import AUX_BYTES_MAX
@@ -112,7 +112,8 @@ class Hello(Message, frozen=True, tag="hello"):
     `liveness_key` is the key of questions for signs of life of prefill; see `tidekv.transports.control.liveness`.
     `sends` is what the links of this listener are for: pages that prefill computes, or those in the host memory of a
     decode worker. Who dials names what it wants. `shares_at` is the address at which a decode worker's host memory can
-    be read; empty: it shares none.
+    be read; empty: it shares none. `cached_place` is the place of the rank whose host memory a link is about, if cached
+    pages are sent: these links pair ranks of the same place, so `rank` and `ranks` are those of a single one.
     """
 
     version: Count
@@ -135,6 +136,7 @@ class Hello(Message, frozen=True, tag="hello"):
     liveness_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     sends: Sends = "computed"
     shares_at: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
+    cached_place: RankPlace = SOLE
 
     @property
     def place(self) -> RankPlace:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.config.routers import Router, check_routers
 from tidekv.states.component_specs import Component, SnapshotPolicy
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.settings import CoreSettings, EvictionName
 from tidekv.states.storage_policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import (
@@ -26,7 +26,7 @@ from tidekv.states.validation import (
     host_and_port,
     is_loopback_host,
 )
-from tidekv.transports.control.addresses import Dials
+from tidekv.transports.control.addresses import Dials, address_of_rank
 
 DeviceMode = Literal["owned", "lent"]
 Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
@@ -131,8 +131,8 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prefixes from the host memory of other decode workers, between storage and prefill. Not with ranks or
-    `bigram_keys`; windows and states come from prefill.
+    """Prefixes from the host memory of other decode workers, between storage and prefill. Not with `bigram_keys`;
+    windows and states come from prefill. Of several ranks each reads from the rank at its place of a worker of as many.
     """
 
     enabled: bool = False
@@ -141,13 +141,16 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """
     listen: PlainText | None = None
     """host:port at which peers read this worker's host memory (`DecodeEngine.peer_address`). An address of the network
-    needs a secret.
+    needs a secret. Each rank listens at an address of its own.
     """
     ask: tuple[PlainText, ...] = ()
-    """Addresses of peers that may be asked for every prompt, after those that its request names; 8 at most."""
+    """Addresses of peers that may be asked for every prompt, after those that its request names; 8 at most. A peer of
+    several ranks is named by their addresses, joined by commas, or by that of the first one if the others are at the
+    ports behind it.
+    """
     allow: tuple[PlainText, ...] = ()
     """Addresses that `kv.fetch` in the hints of a request may name besides those of `ask`, in the form of `dials`;
-    others are rejected.
+    others are rejected. With ranks the address of each rank must be in it.
     """
     wait_s: Seconds = 1.0
     """Maximum time in which a peer may send pages of a prompt; prefill sends the rest."""
@@ -166,7 +169,7 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         if self.listen is not None:
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
-        for address in self.ask:
+        for address in ",".join(self.ask).split(",") if self.ask else ():
             host_and_port(address, "ask", InvalidConfig)
         if len(self.ask) > PEERS_MAX:
             raise InvalidConfig(f"ask: a request has {PEERS_MAX} peers at most, not {len(self.ask)}")
@@ -175,10 +178,14 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
             if getattr(self, name) and not self.enabled:
                 raise InvalidConfig(f"cache_peers.{name} needs cache_peers.enabled, which registers the host pool")
 
-    @property
-    def dials(self) -> tuple[str, ...]:
-        """Entries of the addresses that this worker may dial as peers, in the form of the transport's `dials`."""
-        return (*self.ask, *self.allow)
+    def dials_of(self, rank: int, ranks: int) -> tuple[str, ...]:
+        """Entries of the addresses that a rank of this worker may dial as peers, in the form of the transport's
+        `dials`. Raises InvalidConfig for peers of another number of ranks.
+        """
+        try:
+            return (*(address_of_rank(address, rank, ranks) for address in self.ask), *self.allow)
+        except InvalidRequest as error:
+            raise InvalidConfig(f"cache_peers.ask: {error}") from None
 
 
 class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):

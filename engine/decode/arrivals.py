@@ -56,8 +56,8 @@ class Arrivals:
                 f"request {request.request_id!r}: peers are named, but this engine reads from none: set"
                 " cache_peers.enabled"
             )
-        for address in request.peers:
-            self._runtime.transport.check_address(address)
+        for peer in request.peers:
+            self._runtime.peers.check_peer(peer)
 
     def namespace(self, namespace: str, lora_name: str = "") -> str:
         """Return the namespace of a call, with its adapter, within that of the engine. Raises InvalidRequest."""
@@ -120,7 +120,7 @@ class Arrivals:
             return ()
         first = () if hinted is None else hinted.allowed
         named = dict.fromkeys((*first, *request.peers, *self._runtime.config.cache_peers.ask))
-        return tuple(address for address in named if address != peers.address)[:PEERS_MAX]
+        return tuple(peer for peer in named if peers.address_of(peer) != peers.address)[:PEERS_MAX]
 
     def post(
         self,

@@ -40,6 +40,7 @@ from tidekv.states.events import (
     RequestChanged,
     RetractedDropped,
     RetractRequested,
+    ShareRequested,
     StorageChanged,
     StoreRequested,
 )
@@ -63,6 +64,7 @@ CALLS = frozenset(
         PagesOffered,
         FlushRequested,
         HintReceived,
+        ShareRequested,
         StoreRequested,
         StorageChanged,
         PolicyChanged,

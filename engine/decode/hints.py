@@ -20,6 +20,7 @@ from msgspec import Meta
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.config.engine_config import PEERS_MAX
 from tidekv.engine.decode.values import HintedPeers
+from tidekv.engine.ranks.group import place_of
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidRequest
 from tidekv.states.validation import PlainText, Seconds, host_and_port, short
@@ -137,7 +138,8 @@ class HintCalls:
     def __init__(self, runtime: Runtime, arrivals: Arrivals) -> None:
         self._runtime = runtime
         self._arrivals = arrivals
-        self._fetched_from = Dials.parse(runtime.config.cache_peers.dials)
+        place = place_of(runtime.rank_group)
+        self._fetched_from = Dials.parse(runtime.config.cache_peers.dials_of(place.rank, place.ranks))
         self.sessions = Sessions()
         self.counts: Counter[tuple[str, str]] = Counter()
         """Actions by type and outcome; unknown types count as "other"."""
@@ -232,10 +234,12 @@ class HintCalls:
             if self._runtime.peers is None:
                 raise InvalidRequest("this engine reads from no peers: set cache_peers.enabled")
             address = payload.source_control_endpoint.removeprefix("tcp://")
-            host_and_port(address, "source_control_endpoint")
-            if not self._fetched_from.allows(address):
-                raise InvalidRequest(f"{short(address)} is not in cache_peers.allow")
-            self._runtime.transport.check_address(address)
+            # The address of the first rank, or of all of them.
+            host_and_port(address.partition(",")[0], "source_control_endpoint")
+            own = self._runtime.peers.address_of(address)
+            if not self._fetched_from.allows(own):
+                raise InvalidRequest(f"{short(own)} is not in cache_peers.allow")
+            self._runtime.peers.check_peer(address)
         except (msgspec.ValidationError, InvalidRequest) as error:
             if peers is not None and len(peers.refused) < PEERS_MAX:
                 peers.refused.append(str(error))

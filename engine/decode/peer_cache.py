@@ -1,8 +1,12 @@
 """Host memory shared between decode workers: reads from peers, and reads by peers.
 
 The same rooms as with prefill, over the host pool. A read of ours is a `FetchPages` with a peer (`PeerReads`). A read
-by a peer becomes the hint "share": the core holds the pages, this module writes them to the peer, and the outcome lets
-them go. It decides nothing about pages.
+by a peer becomes a `ShareRequested`: the core holds the pages, this module writes them to the peer, and the outcome
+lets them go. It decides nothing about pages.
+
+Of several ranks each reads from, and writes to, the rank at its place of the other worker, by links of a single rank.
+Both workers agree by their votes: the reader on how many pages all of its ranks have got, the peer on what it holds
+once all of its ranks were asked.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import msgspec
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.log import engine_log
 from tidekv.states import events
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RankLost
+from tidekv.states.handover.rank_place import SOLE
 from tidekv.states.types import FULL
-from tidekv.transports.control.addresses import dialable
+from tidekv.transports.control.addresses import address_of_rank, dialable
 from tidekv.transports.decode.peer_reads import PeerReads
 from tidekv.transports.prefill.room_writer import RoomCallbacks
 from tidekv.transports.prefill.sender import Sender
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.prompt_keys import PromptKeys
     from tidekv.engine.config.engine_config import CachePeerOptions, EngineConfig
     from tidekv.engine.decode.pending_calls import PendingCalls
+    from tidekv.engine.decode.rank_driver import RankDriver
     from tidekv.states.commands import FetchPages, SharePages
     from tidekv.states.core import Core
     from tidekv.states.events import Event
@@ -42,16 +48,14 @@ if TYPE_CHECKING:
     from tidekv.transports.prefill.prefill_room import Room
 
 LOG = engine_log("tidekv.engine")
+ASKS_MAX = 4
+"""Maximum reads that wait for the other ranks to be asked, for each read that may be served at once."""
 
 
-def check_peers(options: CachePeerOptions, host: HostPool | None, *, is_rank: bool) -> None:
+def check_peers(options: CachePeerOptions, host: HostPool | None) -> None:
     """Raise InvalidConfig if the host pool is to be shared with peers, and cannot be."""
-    for is_given, what, why in (
-        (host is None, "without a host pool", "pages of peers are written to it"),
-        (is_rank, "with ranks=", "each rank would have to get the same pages"),
-    ):
-        if options.enabled and is_given:
-            raise InvalidConfig(f"cache_peers.enabled is not possible {what}: {why}")
+    if options.enabled and host is None:
+        raise InvalidConfig("cache_peers.enabled is not possible without a host pool: pages of peers are written to it")
 
 
 def shared_memory(options: CachePeerOptions, host: HostPool | None, identity: Identity) -> list[PoolMemory]:
@@ -64,6 +68,10 @@ class Front(Protocol):
 
     def post(self, event: Event) -> None:
         """Queue an event."""
+        ...
+
+    def check(self) -> None:
+        """Raise RankLost while a rank is lost."""
         ...
 
     @property
@@ -81,6 +89,7 @@ class Owner(Protocol):
     config: EngineConfig
     prompt_keys: PromptKeys
     calls: PendingCalls
+    ranks: RankDriver | None
 
     @property
     def core(self) -> Core:
@@ -103,13 +112,21 @@ class PeerCache:
         # Pages of the full KV only: prefill sends what the prompt's end needs of windows and states, as it does for
         # full pages from storage that has none.
         identity = msgspec.structs.replace(rank.identity, components=())
+        self._place = place = rank.place
         rank = replace(rank, identity=identity, memory=memory, component_memory={}, sends="cached", staging=None)
+        rank = replace(rank, place=SOLE, cached_place=place)
         transport, clock = engine.transport, engine.front.clock
         self._options = options = engine.config.cache_peers
         self._engine = engine
         self._checks = checks
         self._page_keys = engine.prompt_keys.page_keys
-        self._reads = PeerReads(transport, rank, clock=clock, times=times)
+        self._reads = PeerReads(
+            transport,
+            rank,
+            clock=clock,
+            times=times,
+            group=lambda: "" if engine.ranks is None else engine.ranks.group_name,
+        )
         self._tasks = OwnedTasks(f"peers of {transport.instance}", instance=transport.instance)
         self._sender: Sender | None = None
         if options.listen is not None:
@@ -122,9 +139,9 @@ class PeerCache:
 
     async def start(self) -> None:
         """Listen, if peers may read. Raises InvalidConfig, TransferFailed."""
-        for address in self._options.ask:
+        for peer in self._options.ask:
             try:
-                self._engine.transport.check_address(address)
+                self.check_peer(peer)
             except InvalidRequest as error:
                 raise InvalidConfig(f"cache_peers.ask: {error}") from None
         await self._reads.start()
@@ -142,6 +159,16 @@ class PeerCache:
     def announced(self) -> str:
         """The address that prefill is told; empty if peers do not read, or listening at all interfaces says none."""
         return dialable(self.address or "")
+
+    def address_of(self, peer: str) -> str:
+        """Return the address at which this rank reads from a peer, which may name those of all ranks. Raises
+        InvalidRequest for a peer of another number of ranks.
+        """
+        return address_of_rank(peer, self._place.rank, self._place.ranks)
+
+    def check_peer(self, peer: str) -> None:
+        """Raise InvalidRequest unless this rank may read from a peer."""
+        self._engine.transport.check_address(self.address_of(peer))
 
     async def stop_sharing(self) -> None:
         """End all reads of peers, and wait for their writes; then the core has all its pages back."""
@@ -168,10 +195,12 @@ class PeerCache:
 
     async def fetch(self, command: FetchPages, packed: bytes, key_seed: bytes) -> tuple[int, str]:
         """Read pages of a prompt from a peer; see `PeerReads.read`."""
+        ranks = self._engine.ranks
         valid, error = await self._reads.read(
-            command.peer,
+            self.address_of(command.peer),
             command.request_id,
-            command.op,
+            # Operations of the core that follows the loss of a rank are numbered anew.
+            command.op + (0 if ranks is None else ranks.generations_from),
             packed=packed,
             key_seed=key_seed,
             first=command.positions[0],
@@ -206,7 +235,12 @@ class PeerCache:
         if self._engine.is_draining or not self._engine.is_open:
             room.fail(PrefillCause.CLOSING.words("it drains, or closes"))
             return
-        command = await self._ask(room)
+        try:
+            self._engine.front.check()
+            command = await self._ask(room)
+        except (EngineClosed, RankLost) as closing:
+            room.fail(PrefillCause.CLOSING.words(str(closing)))
+            return
         if command is None:
             room.fail(PrefillCause.REFUSED.words("it has none of the pages, or no room for this read"))
             return
@@ -217,9 +251,11 @@ class PeerCache:
             self._ended(command, error, intact)
 
     async def _ask(self, room: Room) -> SharePages | None:
-        """Let the core hold the pages of a room's prompt; returns those that it holds."""
+        """Let the core hold the pages of a room's prompt; returns those that it holds. Raises EngineClosed, and
+        RankLost if a rank is lost that had to agree.
+        """
         engine, namespace = self._engine, self._namespace_of(room._key_seed)
-        if room.tokens is None or namespace is None:
+        if room.tokens is None or namespace is None or len(self._shares) >= ASKS_MAX * self._options.reads_max:
             return None
         settings = engine.core.settings
         # Below zero, apart from the numbers of the engine's callers.
@@ -229,18 +265,16 @@ class PeerCache:
         try:
             answered = engine.calls.expect_hint(call)
             engine.front.post(
-                events.HintReceived(
+                events.ShareRequested(
                     at_s=engine.front.clock(),
                     call=call,
-                    action="share",
+                    read=f"{room.owner}/{room.request_id}/{room.generation}",
                     namespace=namespace,
                     keys=self._page_keys.of(room.tokens),
                     pages_max=int(self._options.read_share * settings.host_pages),
                 )
             )
             await answered
-        except EngineClosed:
-            return None
         finally:
             command = self._shares.pop(call)
         return command

@@ -63,6 +63,8 @@ OF_THE_LEADER = (
     events.StoreRequested,
 )
 """Calls for all ranks, which only rank 0 may make."""
+HELD = (events.RequestArrived, events.PagesOffered, events.ShareRequested)
+"""Calls that wait for those of the other ranks, and end without them."""
 LAST_VOTE_S = 0.1
 """Maximum seconds between the ends of one complete vote on different ranks."""
 
@@ -171,6 +173,11 @@ class RankDriver:
         return self._driver.clock()
 
     @property
+    def generations_from(self) -> int:
+        """The first generation of this epoch."""
+        return self._channel.epoch * EPOCH_GENERATIONS
+
+    @property
     def group_name(self) -> str:
         """Name of the ranks of this epoch towards prefill, unique to this group."""
         return self._channel.group_name
@@ -201,10 +208,8 @@ class RankDriver:
                 )
             self.check()
         if isinstance(event, events.RequestArrived):
-            event = msgspec.structs.replace(
-                event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
-            )
-        if isinstance(event, events.RequestArrived | events.PagesOffered) and self._group.rank != LEADER:
+            event = msgspec.structs.replace(event, generation=event.generation + self.generations_from)
+        if isinstance(event, HELD) and self._group.rank != LEADER:
             # Bounded: the leader's caller may never make this call.
             held_s = held_until_s(event, event.at_s, self._group.hold_s) - event.at_s
             self._loop.call_later(held_s + TIMER_MIN_S, self._heard, context=self._context)
@@ -377,6 +382,9 @@ class RankDriver:
             LOG.info("an offer was declined, because the ranks did not all make it", detail=refusal.detail)
             declined = len(call.pages)
             self._calls.tell(commands.ReportOffered(offer=call.offer, written=0, present=0, declined=declined))
+        elif isinstance(call, events.ShareRequested):
+            LOG.info("a read by a peer was refused, because not all ranks were asked", detail=refusal.detail)
+            self._calls.tell(commands.ReportHinted(call=call.call, outcome="rejected", page_count=0))
         elif isinstance(call, events.RequestArrived) and self._calls.number_of(call.request_id) == call.request_number:
             self._calls.tell(
                 commands.ReportFailed(request_id=call.request_id, cause=refusal.cause, detail=refusal.detail)

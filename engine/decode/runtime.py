@@ -116,7 +116,7 @@ class Runtime:
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         check_components(components, device=device, host=host, is_lent=config.device == "lent")
         check_lasting(host, components, is_rank=ranks is not None)
-        check_peers(config.cache_peers, host, is_rank=ranks is not None)
+        check_peers(config.cache_peers, host)
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
         self.config = config

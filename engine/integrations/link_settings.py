@@ -107,16 +107,16 @@ class LinkSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             listening=ListenOptions(announces=self.announces),
         )
 
-    def decode_transport(self, name: str, peers: CachePeerOptions) -> NixlTransport:
-        """Make the transport of a decode worker, which may share its host memory with peers. Raises InvalidConfig for
-        files that cannot be used.
+    def decode_transport(self, name: str, peers: CachePeerOptions, *, rank: int = 0, ranks: int = 1) -> NixlTransport:
+        """Make the transport of a decode worker, or of one of its ranks, which may share its host memory with peers.
+        Raises InvalidConfig for files that cannot be used.
         """
         return NixlTransport(
             name=name,
             secret=self.secret(),
             dial_tls=_of_files(dial_context, self),
             listen_tls=None if peers.listen is None else _of_files(listen_context, self),
-            dials=(*self.dials, *peers.dials),
+            dials=(*self.dials, *peers.dials_of(rank, ranks)),
         )
 
     def secret(self) -> str:

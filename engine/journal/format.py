@@ -31,6 +31,7 @@ from tidekv.states.events import (
     PagesOffered,
     RequestArrived,
     RetractRequested,
+    ShareRequested,
 )
 from tidekv.states.settings import CoreSettings
 
@@ -228,6 +229,21 @@ class HintRecord(msgspec.Struct, frozen=True, array_like=True, tag="HintReceived
         return HintReceived(**msgspec.structs.asdict(self))
 
 
+class ShareRecord(msgspec.Struct, frozen=True, array_like=True, tag="ShareRequested"):
+    """A `ShareRequested`. `keys` and `namespace` are those of the journal."""
+
+    at_s: float
+    call: int
+    read: str
+    namespace: str
+    keys: bytes
+    pages_max: int
+
+    def event(self) -> ShareRequested:
+        """Return the event."""
+        return ShareRequested(**msgspec.structs.asdict(self))
+
+
 class FoundRecord(msgspec.Struct, frozen=True, array_like=True, tag="HostPagesFound"):
     """A `HostPagesFound`. Keys and namespaces are those of the journal."""
 
@@ -248,6 +264,7 @@ WITH_KEYS = (
     PagesOffered,
     FlushRequested,
     HintReceived,
+    ShareRequested,
 )
 """Events with page keys or a namespace. The journal has records of its own for them."""
 
@@ -259,7 +276,15 @@ def event_types() -> tuple[type[Event], ...]:
 
 if TYPE_CHECKING:
     EventRecord: TypeAlias = (
-        Event | FoundRecord | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord
+        Event
+        | FoundRecord
+        | ArrivalRecord
+        | FinishRecord
+        | RetractRecord
+        | OfferRecord
+        | FlushRecord
+        | HintRecord
+        | ShareRecord
     )
 else:
     EventRecord = Union[  # The members are computed.
@@ -271,6 +296,7 @@ else:
             OfferRecord,
             FlushRecord,
             HintRecord,
+            ShareRecord,
             *(kind for kind in event_types() if kind not in WITH_KEYS),
         )
     ]

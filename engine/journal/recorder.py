@@ -28,6 +28,7 @@ from tidekv.engine.journal.format import (
     RetractRecord,
     RunLine,
     SegmentLine,
+    ShareRecord,
     StallRecord,
     TurnLine,
     code_checksum,
@@ -48,6 +49,7 @@ from tidekv.states.events import (
     PagesOffered,
     RequestArrived,
     RetractRequested,
+    ShareRequested,
 )
 
 if TYPE_CHECKING:
@@ -265,6 +267,11 @@ class Recorder:
         fields = {**msgspec.structs.asdict(event), "keys": written, "namespace": self._namespace(event.namespace)}
         return HintRecord(**fields)
 
+    def _share(self, event: ShareRequested) -> ShareRecord:
+        written = event.keys if self._digests is None else self._digests.of(event.keys)
+        fields = {**msgspec.structs.asdict(event), "keys": written, "namespace": self._namespace(event.namespace)}
+        return ShareRecord(**fields)
+
     def _found(self, event: HostPagesFound) -> FoundRecord:
         def written(run: FoundRun) -> FoundRun:
             keys = run.keys if self._digests is None else self._digests.of(run.keys)
@@ -292,7 +299,9 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-Keyed: TypeAlias = "FoundRecord | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord"
+Keyed: TypeAlias = (
+    "FoundRecord | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord | ShareRecord"
+)
 WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], Keyed]] = {
     HostPagesFound: Recorder._found,
     RequestArrived: Recorder._arrival,
@@ -301,4 +310,5 @@ WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], Keyed]] = {
     PagesOffered: Recorder._offer,
     FlushRequested: Recorder._flush,
     HintReceived: Recorder._hint,
+    ShareRequested: Recorder._share,
 }

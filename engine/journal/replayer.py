@@ -25,6 +25,7 @@ from tidekv.engine.journal.format import (
     RaiseRecord,
     RetractRecord,
     RunLine,
+    ShareRecord,
     StallRecord,
     TurnLine,
     code_checksum,
@@ -254,7 +255,7 @@ class Replayer:
             event: RequestArrived = record.event()
             self._arrived[event.request_id] = event.keys
             return event
-        if isinstance(record, FoundRecord | OfferRecord | FlushRecord | HintRecord):
+        if isinstance(record, FoundRecord | OfferRecord | FlushRecord | HintRecord | ShareRecord):
             return record.event()
         assert isinstance(record, FinishRecord | RetractRecord)
         known = self._arrived.pop(record.request_id, b"")

@@ -256,13 +256,16 @@ class RequestTraces:
             self._note_all(at_s, "storage was attached" if event.available else "storage was detached")
 
     def _hinted(self, command: commands.ReportHinted, at_s: float, core: Core) -> None:
-        """Note the outcome of a hint at the requests whose prompt it is about, also at those that come later."""
+        """Note the outcome of a hint, or of a read by a peer, at the requests whose prompt it is about, also at those
+        that come later.
+        """
         event = self._event
-        if not isinstance(event, events.HintReceived) or not event.keys:
+        if not isinstance(event, events.HintReceived | events.ShareRequested) or not event.keys:
             return
         count = len(event.keys) // core.settings.key_bytes
         done = f"{command.outcome}, for {command.page_count} pages"
-        hint = _Hint(at_s, event.namespace, event.keys, f"a hint to {event.action} the first {count} pages was {done}")
+        what = "a read by a peer of" if isinstance(event, events.ShareRequested) else f"a hint to {event.action}"
+        hint = _Hint(at_s, event.namespace, event.keys, f"{what} the first {count} pages was {done}")
         self._hints.append(hint)
         for request in core.state.requests.values():
             request_trace = self._live.get(request.request_id)

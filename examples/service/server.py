@@ -107,7 +107,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
                 name=options.name,
                 secret=os.environ.get("TIDEKV_SECRET", ""),
                 # A child's address comes from this program.
-                dials=[*options.prefill, *options.peers().dials] if options.prefill else None,
+                dials=[*options.prefill, *options.peers().dials_of(0, 1)] if options.prefill else None,
             ),
         )
         if options.recompute_threshold:

@@ -167,7 +167,9 @@ class Agreement:
             case events.RetractedDropped():
                 self._receive_call(event)
             case events.PagesOffered():
-                self._receive_offer(with_content(event))
+                self._receive_once(with_content(event))
+            case events.ShareRequested():
+                self._receive_once(event)
             case events.AbortRequested():
                 self._receive_abort(event)
             case events.GrowthTaken(request_id=request_id):
@@ -197,14 +199,15 @@ class Agreement:
         if self.rank == LEADER:
             self._unnamed.append(call)
 
-    def _receive_offer(self, offer: events.PagesOffered) -> None:
-        name = name_of(offer)
+    def _receive_once(self, call: events.PagesOffered | events.ShareRequested) -> None:
+        name = name_of(call)
         named = self._named.get(name)
         if name in self._own_calls or (named is not None and named.call is not None):
             # One vote carries one of them, and its caller would not know which.
-            self._refusals.append(Refusal(offer, "ranks differ", "the ranks are agreeing on the same offer"))
+            what = "offer" if isinstance(call, events.PagesOffered) else "read"
+            self._refusals.append(Refusal(call, "ranks differ", f"the ranks are agreeing on the same {what}"))
         else:
-            self._receive_call(offer)
+            self._receive_call(call)
 
     def _receive_abort(self, event: events.AbortRequested) -> None:
         # The request is live, or its arrival is being voted on, or the leader has not named the arrival yet.

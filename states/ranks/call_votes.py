@@ -1,4 +1,4 @@
-"""Votes on calls: whether the callers on all ranks have made the same arrival, finish, retract or offer.
+"""Votes on calls: whether the callers on all ranks have made the same arrival, finish, retract, offer or read.
 
 The leader names its calls in its own order, in the frame that opens a turn; only that order counts. A call that the
 caller on another rank has not made yet is held back on all ranks until it has been, or until the hold time or the
@@ -6,6 +6,8 @@ deadline of the request is over: then the call is refused on all ranks, with the
 of one name with different contents are refused too.
 
 Device pages that a caller lends or offers are those of its own rank: ranks agree on their number.
+
+The callers of a read are the ranks of another decode worker, each of which reads from the rank at its place.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 Call: TypeAlias = (
     "events.RequestArrived | events.FinishRequested | events.RetractRequested | events.RetractedDropped"
-    " | events.PagesOffered"
+    " | events.PagesOffered | events.ShareRequested"
 )
 CALLS = (
     events.RequestArrived,
@@ -32,6 +34,7 @@ CALLS = (
     events.RetractRequested,
     events.RetractedDropped,
     events.PagesOffered,
+    events.ShareRequested,
 )
 """Calls that a caller makes on every rank."""
 CallName: TypeAlias = "tuple[type[Event], str]"
@@ -44,10 +47,13 @@ OWN_FIELDS: dict[str, object] = {
     "pages": (),
     "offered_components": {},
     "offer": 0,
+    "call": 0,
 }
 """Fields of calls that the leader's frame does not carry, with their empty value. Each rank has its own: tokens are the
-same on all, but need not travel; pages and numbers of offers are not.
+same on all, but need not travel; pages, and numbers of offers and reads, are not.
 """
+SHARE_HOLD_S = 1.0
+"""Maximum seconds for which a read waits for the ranks of its reader, which by default wait no longer for pages."""
 ABORTED = -1
 PRESENT = 256
 """Values from here on are contents; smaller ones name a rank whose caller has not made the call."""
@@ -63,8 +69,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 def name_of(call: Call) -> CallName:
     """The name of a call on all ranks: a request has at most one call of a kind at a time, and so has an offer of the
-    same pages.
+    same pages, or a read.
     """
+    if isinstance(call, events.ShareRequested):
+        return type(call), call.read
     return type(call), call.content if isinstance(call, events.PagesOffered) else call.request_id
 
 
@@ -91,14 +99,16 @@ def content_of(call: Call) -> int:
         return zlib.crc32(call.rest, zlib.crc32(call.keys, plain))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
         return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.component_pages)).encode()))
+    if isinstance(call, events.ShareRequested):
+        return zlib.crc32(call.keys, zlib.crc32(call.namespace.encode()))
     return 0
 
 
 def held_until_s(call: Call, from_s: float, hold_s: float) -> float:
     """Return until when a call waits for the callers of all ranks: for the hold time, an arrival no longer than until
-    its deadline.
+    its deadline, and a read no longer than its reader.
     """
-    until_s = from_s + hold_s
+    until_s = from_s + (min(hold_s, SHARE_HOLD_S) if isinstance(call, events.ShareRequested) else hold_s)
     return min(until_s, call.deadline_at_s) if isinstance(call, events.RequestArrived) else until_s
 
 
@@ -158,7 +168,7 @@ class CallVote:
             self.refusal = Refusal(
                 call or self.leaders, "ranks differ", "the callers of the ranks gave it different contents"
             )
-        if isinstance(self.leaders, events.RequestArrived | events.PagesOffered):
+        if isinstance(self.leaders, events.RequestArrived | events.PagesOffered | events.ShareRequested):
             return []
         # The request is live, and the ranks do not agree on what it leaves: it is dropped on all of them.
         return [events.AbortRequested(at_s=at_s, request_id=self.leaders.request_id, cause=self.refusal.detail)]

@@ -71,7 +71,7 @@ class OperationVote:
             count = next((getattr(event, name) for name in ("found", "valid", "stored") if hasattr(event, name)), 0)
             if isinstance(event, events.PagesStored):
                 count = max(count, 0) << PUT_BITS | min(max(event.put, 0), PUT_MAX)
-            if self.kind is commands.CopyPages:
+            if self.kind in (commands.CopyPages, commands.SharePages):
                 # The fewest intact pages of all ranks count: every rank drops the same pages from host memory.
                 intact = getattr(event, "intact", None)
                 count = COUNT_MAX if intact is None else intact

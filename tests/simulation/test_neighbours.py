@@ -9,7 +9,7 @@ import pytest
 
 from simulation import SimulationFailed, simulate
 from simulation.campaign import shapes_of
-from simulation.faults import FAULTS, OF_NEIGHBOURS
+from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS
 from simulation.neighbours import draws_neighbours
 from simulation.simulate import draw_settings, with_neighbours
 from simulation.smallest import find_smallest
@@ -28,7 +28,20 @@ def test_runs_with_other_workers_have_every_kind_of_their_faults_and_no_violatio
         report = simulate(seed, 60, neighbours=True, always_components=seed % 3 == 0, lends=seed % 4 == 0)
         counted.update(report.counters)
         struck.update(report.faults)
-    assert set(FAULTS) >= OF_NEIGHBOURS and all(struck[name] for name in OF_NEIGHBOURS), struck
+    of_one_rank = OF_NEIGHBOURS - OF_RANKS_OF_NEIGHBOURS
+    assert set(FAULTS) >= OF_NEIGHBOURS and {name for name in OF_NEIGHBOURS if struck[name]} == of_one_rank, struck
+    for name in ("peer_fetches", "peer_fetches_late", "peer_pages_short", "pages_shared", "peer_pages_declined"):
+        assert counted[name], name
+
+
+def test_several_ranks_have_other_workers_of_as_many_and_all_kinds_of_their_faults() -> None:
+    counted, struck = Counter[str](), Counter[str]()
+    rates = {**dict.fromkeys(OF_NEIGHBOURS, 0.1), "rank_lags": 0.1, "rank_dies": 0.01, "host_page_is_flipped": 0.02}
+    for seed in range(1, 7):
+        report = simulate(seed, 60, rates, ranks=2 + seed % 2, neighbours=True, lends=seed % 4 == 0)
+        counted.update(report.counters)
+        struck.update(report.faults)
+    assert {name for name in rates if struck[name]} == set(rates), struck
     for name in ("peer_fetches", "peer_fetches_late", "peer_pages_short", "pages_shared", "peer_pages_declined"):
         assert counted[name], name
 
@@ -43,6 +56,7 @@ def test_the_same_seed_is_the_same_run_and_without_them_it_is_another() -> None:
 def test_every_seed_of_a_campaign_that_asks_for_other_workers_has_them() -> None:
     for seed in SEEDS:
         assert all(shape.has_neighbours for shape in shapes_of(seed, 100, neighbours=True))
+        assert {shape.ranks > 1 for shape in shapes_of(seed, 100, neighbours=True)} == {False, True}
     seeds_without_peers = [seed for seed in SEEDS if not simulate(seed, 25, neighbours=True).counters["pages_shared"]]
     # A short run may end before a prompt is in host memory.
     assert len(seeds_without_peers) < len(SEEDS) / 2, seeds_without_peers
@@ -107,11 +121,12 @@ def what_a_peer_did_not_send_counts(patch: pytest.MonkeyPatch) -> None:
         what_a_peer_did_not_send_counts,
     ],
 )
-def test_a_bug_in_the_sharing_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bug_in_the_sharing_is_found(ranks: int, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch) -> None:
     plant(monkeypatch)
     for seed in range(1, 61):
         try:
-            simulate(seed, 120, neighbours=True)
+            simulate(seed, 120, ranks=ranks, neighbours=True)
         except SimulationFailed:
             return
     raise AssertionError(f"{plant.__name__} was not found")

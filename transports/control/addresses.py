@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import host_and_port, short
 
 RANKS_MAX = 256
@@ -38,6 +38,23 @@ def dialable(address: str) -> str:
     """Return an address at which a listener can be dialled; empty if it does not say: port 0, or all interfaces."""
     host, _, port = address.rpartition(":")
     return "" if port == "0" or host in ("", "0.0.0.0", "[::]") else address
+
+
+def address_of_rank(addresses: str, rank: int, ranks: int, what: str = "peer") -> str:
+    """Return the address at which rank `rank` of a worker of `ranks` ranks is dialled.
+
+    `addresses` has one for each rank, in order, joined by commas; or that of the first one only, with the others at the
+    ports behind it. Raises InvalidRequest for another number of addresses, or a port that does not exist.
+    """
+    count = addresses.count(",") + 1
+    if count == ranks:
+        return addresses.split(",", ranks)[rank]
+    if count > 1:
+        raise InvalidRequest(f"{what} names the addresses of {count} ranks, and this worker has {ranks}")
+    port = host_and_port(addresses, what)[1]
+    if (last := port + ranks - 1) > PORT_MAX:
+        raise InvalidRequest(f"{what} {short(addresses)}: the last of {ranks} ranks would be at port {last}")
+    return f"{addresses[: addresses.rindex(':')]}:{port + rank}"
 
 
 async def is_loopback(address: str) -> bool:

@@ -36,6 +36,7 @@ def make_hello(
     liveness_key: bytes = b"",
     sends: wire.Sends = "computed",
     shares_at: str = "",
+    cached_place: RankPlace = SOLE,
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
@@ -63,6 +64,7 @@ def make_hello(
         liveness_key=liveness_key,
         sends=sends,
         shares_at=shares_at,
+        cached_place=cached_place,
     )
 
 
@@ -82,6 +84,9 @@ def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for invalid memory or ranks."""
     _must_equal("version", ours.version, theirs.version)
     _must_equal("what is sent (computed pages by prefill, cached ones by decode)", ours.sends, theirs.sends)
+    for name in ("ranks", "stages", "rank"):
+        field = f"{name} of workers that share host memory"
+        _must_equal(field, getattr(ours.cached_place, name), getattr(theirs.cached_place, name))
     if theirs.ranks % (theirs.stages * theirs.contexts) or not theirs.rank < theirs.ranks:
         raise RemoteProtocolError(
             f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages and"

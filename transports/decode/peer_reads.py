@@ -62,13 +62,21 @@ class PeerReads:
     """All reads of one decode worker. Every method runs on the loop."""
 
     def __init__(
-        self, transport: base.Transport, rank: LocalRank, *, clock: Callable[[], float], times: LinkTimes
+        self,
+        transport: base.Transport,
+        rank: LocalRank,
+        *,
+        clock: Callable[[], float],
+        times: LinkTimes,
+        group: Callable[[], str] = lambda: "",
     ) -> None:
-        """The memory of `rank` is the host pool, registered before the first read. Raises InvalidConfig."""
+        """The memory of `rank` is the host pool, registered before the first read. `group` names the ranks that read
+        together. Raises InvalidConfig.
+        """
         self._page_size = rank.identity.page_size
         self._reads: dict[RoomKey, PeerRead] = {}
         self._receiver = Receiver(
-            transport, rank, deliver=self._take, deliver_aux=lambda *_: None, clock=clock, times=times
+            transport, rank, deliver=self._take, deliver_aux=lambda *_: None, clock=clock, times=times, group=group
         )
 
     async def start(self) -> None:
@@ -89,7 +97,7 @@ class PeerReads:
         self,
         address: str,
         request_id: str,
-        op: int,
+        generation: int,
         *,
         packed: bytes,
         key_seed: bytes,
@@ -99,21 +107,21 @@ class PeerReads:
     ) -> tuple[int, str]:
         """Read pages [first, first + len(pages)) of a prompt from the peer at `address` to host pages.
 
-        `packed` are the prompt's tokens, at least those of these pages; `op` is a number that no other read of the
-        request has. After `timeout_s` seconds the peer is told to stop. Returns how many pages are in place, from the
-        first on, and an error, which names the peer; empty if it has sent what it has. By then nothing writes to the
-        pages any more, which may take longer than the timeout.
+        `packed` are the prompt's tokens, at least those of these pages; `generation` grows from read to read of the
+        request. After `timeout_s` seconds the peer is told to stop. Returns how many pages are in place, from the first
+        on, and an error, which names the peer; empty if it has sent what it has. By then nothing writes to the pages
+        any more, which may take longer than the timeout.
         """
         end = first + len(pages)
         tokens = packed[: 4 * end * self._page_size]
-        key = (request_id, op)
+        key = (request_id, generation)
         loop = asyncio.get_running_loop()
         read = self._reads[key] = PeerRead(address, len(pages), loop.create_future())
         try:
             self._receiver.promise(
                 address,
                 request_id,
-                op,
+                generation,
                 prompt_tokens=end * self._page_size,
                 promised_tokens=first * self._page_size,
                 pages=pages,

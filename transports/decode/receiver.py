@@ -119,6 +119,7 @@ class Receiver:
             staging=None if rank.staging is None else rank.staging.ring.memory,
             place=rank.place,
             sends=rank.sends,
+            cached_place=rank.cached_place,
         )
         place, identity = rank.place, rank.identity
         check_stages(ranks=place.ranks, stages=place.stages)

@@ -71,6 +71,8 @@ class Room:
         _, first = promises[0]
         self.request_id = first.room.request_id
         self.generation = first.room.generation
+        self.owner = first.group or f"{first.room.instance}-{first.room.epoch}"
+        """Name of the decode worker, the same for all of its ranks."""
         self.prompt_tokens = first.prompt_tokens
         self.decode_prefix_len = first.decode_prefix_len
         self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)

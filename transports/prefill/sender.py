@@ -252,6 +252,7 @@ class Sender:
             checksums="none" if self._rank.hashing is None else "offered",
             liveness_key=b"" if self._listener is None else self._listener.liveness_key,
             sends=self._rank.sends,
+            cached_place=self._rank.cached_place,
         )
         try:
             link.send(ours)

@@ -15,11 +15,13 @@ from tests.support.configs import engine_config
 from tests.support.inside import calls_of, core_of
 from tests.support.waits import LEASE_S, LIMIT_S, PATIENT
 from tidekv import (
+    CachePeerOptions,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
     HostPool,
     KVLayout,
+    LoopbackNetwork,
     LoopbackTransport,
     PrefillConfig,
     PrefillPeer,
@@ -74,9 +76,13 @@ class Rank:
         metrics: bool = False,
         stages: int = 1,
         device: str = "owned",
+        peers: CachePeerOptions | None = None,
+        network: LoopbackNetwork | None = None,
+        page_checksums: bool = False,
         **fields: object,
     ) -> None:
         self.number = rank
+        self.transport = LoopbackTransport(f"decode-{rank}", network)
         self.prefills = [f"prefill-{at} of {address}" for at in range(ranks)]
         # Stages have layers of their own, and not equally many.
         layout = LAYOUT if stages == 1 else replace(LAYOUT, num_layers=2 + rank)
@@ -93,9 +99,10 @@ class Rank:
                 listen=self.prefills[rank], lease_s=LEASE_S, place=RankPlace(rank=rank, ranks=ranks, stages=stages)
             ),
             device=prefill_pool,
-            transport=LoopbackTransport(f"prefill-{rank}"),
+            transport=LoopbackTransport(f"prefill-{rank}", network),
             on_room=self._serve,
         )
+        self.host = HostPool.allocate(layout, host_pages)
         group = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S, **fields}
         self.engine = DecodeEngine(
             engine_config(
@@ -105,11 +112,13 @@ class Rank:
                 close_deadline_s=2.0,
                 metrics_listen="127.0.0.1:0" if metrics else None,
                 journal_path=f"{journals}/rank-{rank}.jsonl" if journals else None,
+                cache_peers=peers or CachePeerOptions(),
+                page_checksums=page_checksums,
             ),
             device=self.device,
-            host=HostPool.allocate(layout, host_pages),
+            host=self.host,
             storage=self.storage,
-            transport=LoopbackTransport(f"decode-{rank}"),
+            transport=self.transport,
             ranks=RankGroup(rank=rank, ranks=ranks, stages=stages, address=address, **group),  # type: ignore[arg-type]  # Seconds.
         )
         self.life = AsyncExitStack()
@@ -159,8 +168,10 @@ async def instance(ranks: int, **fields: object) -> AsyncIterator[list[Rank]]:
             await asyncio.gather(*(member.life.aclose() for member in members))
 
 
-async def restore_all(members: list[Rank], request_id: str, tokens: Sequence[int] = PROMPT) -> list[ReadyRequest]:
-    readies = await asyncio.gather(*(member.restore(request_id, tokens) for member in members))
+async def restore_all(
+    members: list[Rank], request_id: str, tokens: Sequence[int] = PROMPT, **options: object
+) -> list[ReadyRequest]:
+    readies = await asyncio.gather(*(member.restore(request_id, tokens, **options) for member in members))
     assert all(ready.pages.tolist() == readies[0].pages.tolist() for ready in readies)
     assert all(ready.sources == readies[0].sources for ready in readies)
     return list(readies)

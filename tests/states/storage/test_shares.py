@@ -24,7 +24,7 @@ def host_pages(rig: Rig) -> dict[bytes, int]:
 
 def ask(rig: Rig, keys: bytes, pages_max: int = 32, call: int = -1) -> tuple[commands.SharePages | None, str]:
     """A peer asks for a prefix; returns what it gets, and the word of the answer."""
-    rig.step(events.HintReceived, call=call, action="share", namespace="", keys=keys, pages_max=pages_max)
+    rig.step(events.ShareRequested, call=call, read=f"read {call}", namespace="", keys=keys, pages_max=pages_max)
     answer = rig.take(commands.ReportHinted)
     shares = rig.take_all(commands.SharePages)
     assert answer.call == call and len(shares) == (answer.outcome in ("accepted", "clipped"))
