@@ -530,7 +530,7 @@ def test_wrong_settings_are_refused_by_name(text: str, words: str) -> None:
     assert "TIDEKV_SGLANG" in str(raised.value)
 
 
-def test_each_rank_has_a_port_for_its_metrics_and_a_file_for_its_journal(tmp_path: Path) -> None:
+def test_each_rank_has_ports_for_its_metrics_and_peers_and_a_file_for_its_journal(tmp_path: Path) -> None:
     def settings(engine: str) -> BackendSettings:
         return read_settings({"TIDEKV_SGLANG": f'{{"engine": {engine}}}'})
 
@@ -538,6 +538,10 @@ def test_each_rank_has_a_port_for_its_metrics_and_a_file_for_its_journal(tmp_pat
     assert [metrics.engine_of(rank, 2).metrics.listen for rank in (0, 1)] == ["127.0.0.1:9400", "127.0.0.1:9401"]
     assert metrics.engine_of(0, 1).metrics.listen == "127.0.0.1:9400"
     assert settings('{"metrics": {"listen": "127.0.0.1:0"}}').engine_of(1, 2).metrics.listen == "127.0.0.1:0"
+    peers = settings('{"cache_peers": {"enabled": true, "listen": "10.0.0.5:7100", "ask": ["10.0.0.6:7100"]}}')
+    assert [peers.engine_of(rank, 2).cache_peers.listen for rank in (0, 1)] == ["10.0.0.5:7100", "10.0.0.5:7101"]
+    # What is asked is agreed on: each rank knows its place.
+    assert peers.engine_of(1, 2).cache_peers.ask == ("10.0.0.6:7100",)
     one_file = settings(f'{{"journal": {{"path": "{tmp_path}/journal"}}}}')
     assert one_file.engine_of(0, 1).journal.path == f"{tmp_path}/journal"
     with pytest.raises(InvalidConfig, match=r"journal\.path.*2 ranks"):

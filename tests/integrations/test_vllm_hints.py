@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any  # vLLM's objects are not typed here.
@@ -14,7 +14,7 @@ from benchmarks.ports import free_address
 from tests.support.vllm_contract import BLOCK, configs_of, upon_contract
 from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of, started_vllms
 from tests.support.waits import LIMIT_S
-from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of, tokens_at_peer
+from tidekv.engine.integrations.vllm.handover.hints import fetches_at_rank, fetches_of, hints_of, tokens_at_peer
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler, LookUps
 from tidekv.engine.integrations.vllm.handover.settings import read_handover
@@ -163,6 +163,47 @@ def test_decode_restores_from_the_peer_that_a_request_or_the_options_name(
         prefill.step_until(lambda: len(prefill.freed) == 2)
 
 
+@pytest.mark.nixl
+@pytest.mark.parametrize("lost", [False, True])
+def test_each_rank_of_a_vllm_restores_its_heads_from_the_rank_of_the_peer_at_its_place(
+    lost: bool, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
+    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
+
+    def engine(**more: object) -> dict[str, object]:
+        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
+
+    with started_vllms(connector, monkeypatch) as start:
+        prefill = start("kv_producer", tensor_parallel=2)
+        first = start("kv_consumer", tensor_parallel=2, engine=engine(listen="127.0.0.1:0"))
+
+        def prefilled(name: str) -> dict[str, Any]:
+            assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), PLACES) == 0
+            return prefill.answer(name, chunk=100)
+
+        first.add(request_of("a", PROMPT, prefilled("p")), PLACES)
+        first.step_until(lambda: first.loaded)
+        first.compute("a", chunk=100)
+        first.finish("a")
+        first.step_until(lambda: first.freed)
+        engines = [worker.connector_worker.decodes[0].engine for worker in first.workers]
+        address = ",".join(str(one.call(lambda one: one.peer_address)) for one in engines)
+        if lost:
+            # Ranks are engines of their own, so one may have less: prefill sends it the rest.
+            engines[1].wait_settled()
+            engines[1].flush(("l2",))
+        second = start("kv_consumer", tensor_parallel=2, engine=engine(allow=["127.0.0.1:*"]))
+        named = {"kv_hints": msgspec.to_builtins(envelope("kv.fetch", source_control_endpoint=address))}
+        second.add(request_of("b", PROMPT, prefilled("q") | named), PLACES)
+        second.step_until(lambda: second.loaded)
+        assert second.holds("b", PROMPT)
+        from_peers = (1 if lost else 2) * 4 * BLOCK
+        assert second.counts["restore_tokens_peer"] == from_peers
+        assert second.counts["restore_tokens_transfer"] == 2 * len(PROMPT) - from_peers
+        prefill.step_until(lambda: len(prefill.freed) == 2)
+
+
 @pytest.mark.parametrize("ends", ["whole", "flushed", "killed", "not allowed"])
 def test_prefill_reads_the_turn_before_from_decode_and_computes_the_rest(
     ends: str, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -231,22 +272,47 @@ def test_only_a_number_of_tokens_at_a_peer_that_may_be_asked_is_claimed() -> Non
     assert tokens_at_peer(request_of("r", PROMPT, None)) == 0
 
 
-def test_peers_of_a_vllm_in_several_ranks_are_refused_by_name() -> None:
-    def configs(**more: object) -> Any:
+def test_each_rank_of_a_vllm_has_addresses_of_its_own_for_peers() -> None:
+    def configs(peers: Sequence[str] = (), **more: object) -> Any:
         handover = {
             "dials": ["127.0.0.1:7000"],
-            "engine": {"cache_peers": {"enabled": True, "listen": "127.0.0.1:7100"}},
+            "engine": {"cache_peers": {"enabled": True, "listen": "127.0.0.1:7100", "ask": list(peers)}},
         }
         extra = {"uri": None, "model": None, "host": None, "handover": handover}
         made = configs_of("", extra=extra, is_kv_producer=False, is_kv_consumer=True, **more)
         made[0].kv_transfer_config.kv_role, made[0].kv_transfer_config.engine_id = "kv_consumer", "vllm"
         return made
 
-    with pytest.raises(InvalidConfig, match=r"handover.engine.cache_peers.enabled: not in 2 ranks"):
-        read_handover(*configs(tensor_parallel_size=2))
     read = read_handover(*configs())
     assert read.cache_peers.listen == "127.0.0.1:7100"
     assert replace(read, replica=2).cache_peers.listen == "127.0.0.1:7102"
+    peers = ["10.0.0.5:7100", "10.0.0.6:7100,10.0.0.6:7200"]
+    of_two = [read_handover(*configs(peers=peers, tensor_parallel_size=2, rank=rank)) for rank in range(2)]
+    assert [one.cache_peers.listen for one in of_two] == ["127.0.0.1:7100", "127.0.0.1:7101"]
+    assert of_two[1].cache_peers.ask == ("10.0.0.5:7101", "10.0.0.6:7200")
+    with pytest.raises(InvalidConfig, match=r"handover.engine.cache_peers.ask: peer names the addresses of 2 ranks"):
+        read_handover(*configs(peers=peers, tensor_parallel_size=3))
+
+
+def test_each_rank_asks_the_rank_of_a_peer_at_its_place() -> None:
+    fetch = envelope("kv.fetch", source_control_endpoint="tcp://10.0.0.6:7100")
+    named = fetches_of(
+        request_of("r", PROMPT, {"remote_kv_source": {"remote_host": "::1", "remote_port": 7}}, kv_hints=fetch)
+    )
+    assert named is not None
+
+    def endpoints(rank: int, ranks: int) -> list[str]:
+        own = fetches_at_rank(named, rank, ranks)
+        assert own is not None
+        return [action["payload"]["source_control_endpoint"] for action in own["actions"]]  # type: ignore[index, attr-defined]
+
+    assert endpoints(0, 1) == ["tcp://10.0.0.6:7100", "[::1]:7"]
+    assert endpoints(1, 2) == ["10.0.0.6:7101", "[::1]:8"]
+    assert fetches_at_rank(None, 1, 2) is None
+    # The engine of each rank rejects it, and counts it.
+    for wrong in ({"source_control_endpoint": "a:1,b:1,c:1"}, {"source_control_endpoint": 3}, {}, None):
+        given = {"actions": [{"action_type": "kv.fetch", "payload": wrong}]}
+        assert fetches_at_rank(given, 1, 2) == given
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(0, 0), (5, -5), (-3, 3), (10**9, -1_000_000)])

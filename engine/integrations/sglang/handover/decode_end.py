@@ -151,7 +151,9 @@ class DecodeEnd:
                 components=pools.components,
                 host=self._host,
                 storage=settings.open_storage(),
-                transport=settings.decode_transport(f"sglang-decode-{ranks.rank}", config.cache_peers),
+                transport=settings.decode_transport(
+                    f"sglang-decode-{ranks.rank}", config.cache_peers, rank=ranks.rank, ranks=ranks.ranks
+                ),
                 ranks=ranks.engines,
             )
         )

@@ -46,7 +46,8 @@ def check_reads(queue: Any, manager: Any) -> None:
     """Raise InvalidConfig, which names the option, for a prefill server that cannot read from decode."""
     scheduler, where = queue.scheduler, f"{manager.settings.where}: engine.cache_peers.enabled at prefill"
     tree = scheduler.tree_cache
-    if not (manager.settings.dials or manager.settings.engine.cache_peers.dials):
+    peers = manager.settings.engine.cache_peers
+    if not (manager.settings.dials or peers.ask or peers.allow):
         raise InvalidConfig(
             f"{where} needs engine.cache_peers.allow, the places where decode servers listen for it "
             '(their engine.cache_peers.listen), such as ["10.0.0.0/24:7100"]'

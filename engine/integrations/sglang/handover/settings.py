@@ -71,12 +71,19 @@ class BackendSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if engine.kv_events.endpoint is not None:
             raise InvalidConfig(f"{VARIABLE}: engine.kv_events: {ranks} ranks would publish at one endpoint")
-        listen = engine.metrics.listen
-        if listen is None:
-            return engine
-        host, port = parse_address(listen)
-        metrics = MetricsOptions(listen=format_address(host, port + rank if port else 0))
-        return msgspec.structs.replace(engine, metrics=metrics)
+        listen, peers_at = engine.metrics.listen, engine.cache_peers.listen
+        if listen is not None:
+            engine = msgspec.structs.replace(engine, metrics=MetricsOptions(listen=_port_of_rank(listen, rank)))
+        if peers_at is not None:
+            peers = msgspec.structs.replace(engine.cache_peers, listen=_port_of_rank(peers_at, rank))
+            engine = msgspec.structs.replace(engine, cache_peers=peers)
+        return engine
+
+
+def _port_of_rank(listen: str, rank: int) -> str:
+    """Return the address at which a rank listens: so many ports further, and at any port if that is 0."""
+    host, port = parse_address(listen)
+    return format_address(host, port + rank if port else 0)
 
 
 def read_settings(environment: Mapping[str, str]) -> BackendSettings:

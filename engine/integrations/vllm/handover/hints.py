@@ -9,12 +9,14 @@ peer for it, as `remote_kv_source` in `kv_transfer_params` does, the form of vLL
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+from contextlib import suppress
+from typing import Any, Final, cast  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 
 import msgspec
 
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import host_and_port
+from tidekv.transports.control.addresses import address_of_rank
 
 TARGETS: Final = ("token_ids", "block_hashes", "session")
 AT_THE_END: Final = ("kv.pin", "kv.retain", "kv.demote")
@@ -63,6 +65,22 @@ def fetches_of(request: Any) -> Envelope | None:
             {"action_id": "remote_kv_source", "action_type": FETCH, "action_version": "1.0", "payload": payload}
         )
     return {"protocol_version": "0.1", "message_id": "", **given, "actions": actions} if actions else None
+
+
+def fetches_at_rank(envelope: Mapping[str, object] | None, rank: int, ranks: int) -> Mapping[str, object] | None:
+    """Return an envelope of `fetches_of` with the addresses of the peers' ranks at this place. What is no peer of as
+    many ranks is left as it is: the engine refuses it.
+    """
+    if envelope is None or ranks == 1:
+        return envelope
+    actions: list[Any] = []
+    for action in cast("list[Envelope]", envelope["actions"]):
+        with suppress(InvalidRequest, KeyError, TypeError, AttributeError):
+            endpoint = action["payload"]["source_control_endpoint"].removeprefix("tcp://")
+            own = address_of_rank(endpoint, rank, ranks)
+            action = {**action, "payload": {**action["payload"], "source_control_endpoint": own}}
+        actions.append(action)
+    return {**envelope, "actions": actions}
 
 
 def tokens_at_peer(request: Any) -> int:

@@ -22,7 +22,7 @@ from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_gr
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable, kinds_of
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import Count, PositiveCount, SecondsOrZero, host_and_port
-from tidekv.transports.control.addresses import Dials, dialable
+from tidekv.transports.control.addresses import Dials, address_of_rank, dialable
 
 WHERE: Final = f"{HINT}.handover"
 LAST_PORT: Final = 65_535
@@ -117,12 +117,12 @@ class Handover:
 
     @property
     def cache_peers(self) -> CachePeerOptions:
-        """The options of host memory that is shared with peers, with the address at which this replica listens."""
+        """The options of host memory that is shared with peers, with the addresses of this rank at both ends."""
         options = self.settings.engine.cache_peers
-        return (
-            options
-            if options.listen is None
-            else msgspec.structs.replace(options, listen=self._own_port(options.listen))
+        return msgspec.structs.replace(
+            options,
+            listen=None if options.listen is None else self._own_port(options.listen),
+            ask=tuple(address_of_rank(peer, self.rank, self.ranks) for peer in options.ask),
         )
 
     @property
@@ -170,11 +170,10 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
             f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {workers} ranks writes "
             "a file of its own"
         )
-    if ranks > 1 and settings.engine.cache_peers.enabled:
-        raise InvalidConfig(
-            f"{WHERE}.engine.cache_peers.enabled: not in {ranks} ranks, of which each would have to ask the same rank "
-            "of a peer"
-        )
+    try:
+        settings.engine.cache_peers.dials_of(0, ranks)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{WHERE}.engine.{error}") from error
     sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
     if sends and not settings.listen:
         raise InvalidConfig(f'{WHERE} needs "listen", such as "127.0.0.1:7000": kv_role {transfer.kv_role} sends KV')

@@ -26,6 +26,7 @@ from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, RankPools, wrap_blocks, wrap_records
+from tidekv.engine.integrations.vllm.handover.hints import fetches_at_rank
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     DeclineJob,
@@ -256,7 +257,7 @@ class DecodeWorker:
                 namespace=job.namespace,
                 prompt_digest=job.prompt,
                 priority=job.priority,
-                kv_hints=job.hints,
+                kv_hints=fetches_at_rank(job.hints, self._handover.rank, self._handover.ranks),
                 next_token=job.next_token,
             )
             ticket = self.engine.restore_into(request, job.blocks, job.have_tokens, component_pages=job.components)
