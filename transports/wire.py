@@ -177,8 +177,9 @@ class Promise(Message, frozen=True, tag="promise"):
     prefill rank writes nothing to that decode rank and only compares; empty, it is a full hit. `component_pages` names
     every component once, with the pages requested of it, which are span 0 of that component: it ends before the last
     chunk of span 0 of the full pages. None: the worker has no components. `tokens` is None if prefill has the prompt
-    from elsewhere; empty bytes are invalid. `key_seed` starts the storage keys of the prompt's pages: empty, or the 32
-    bytes of its namespace; None: the prompt must not be stored.
+    from elsewhere; empty bytes are invalid. `token_behind` is the one behind the prompt in a read of cached pages that
+    are named by pairs of tokens, of which the last page has one; empty without. `key_seed` starts the storage keys of
+    the prompt's pages: empty, or the 32 bytes of its namespace; None: the prompt must not be stored.
     """
 
     room: RoomId
@@ -192,9 +193,12 @@ class Promise(Message, frozen=True, tag="promise"):
     rank: Count = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     group: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
+    token_behind: Annotated[bytes, msgspec.Meta(max_length=4)] = b""
 
     def __post_init__(self) -> None:
         _check_packed(self.pages or b"")
+        if len(self.token_behind) not in (0, 4):
+            raise ValueError(f"token_behind has {len(self.token_behind)} bytes, a token has 4")
         if not self.rank < self.ranks:
             raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
         for request in self.component_pages or ():

@@ -131,8 +131,8 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prefixes from the host memory of other decode workers, between storage and prefill. Not with `bigram_keys`;
-    windows and states come from prefill. Of several ranks each reads from the rank at its place of a worker of as many.
+    """Prefixes from the host memory of other decode workers, between storage and prefill. Windows and states come from
+    prefill. Of several ranks each reads from the rank at its place of a worker of as many.
     """
 
     enabled: bool = False
@@ -368,10 +368,6 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_routers(self.kv_events.routers, bigrams=self.bigram_keys)
         if self.kv_events.curve_clients is not None and self.kv_events.curve_secret_file is None:
             raise InvalidConfig("kv_events.curve_clients needs kv_events.curve_secret_file")
-        if self.cache_peers.enabled and self.bigram_keys:
-            raise InvalidConfig(
-                "cache_peers.enabled goes without bigram_keys: the last page of a read would need one token more"
-            )
         if self.device == "lent":
             self._check_lent()
 

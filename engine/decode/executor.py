@@ -256,7 +256,7 @@ class Executor:
 
     async def _run_peer_fetch(self, peers: PeerCache, prompt: Prompt, command: commands.FetchPages) -> None:
         try:
-            valid, error = await peers.fetch(command, prompt.packed, prompt.seed)
+            valid, error = await peers.fetch(command, prompt.packed + prompt.behind, prompt.seed)
         except Exception as raised:
             valid, error = 0, self._text_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, valid=valid, error=error))

@@ -270,7 +270,7 @@ class PeerCache:
                     call=call,
                     read=f"{room.owner}/{room.request_id}/{room.generation}",
                     namespace=namespace,
-                    keys=self._page_keys.of(room.tokens),
+                    keys=self._page_keys.of(room.tokens + room.token_behind),
                     pages_max=int(self._options.read_share * settings.host_pages),
                 )
             )

@@ -43,6 +43,7 @@ class PrefixReader:
             (theirs.device != "lent", f'needs EngineConfig(device="lent"), not {theirs.device!r}'),
             (not theirs.cache_peers.enabled, "needs EngineConfig(cache_peers=CachePeerOptions(enabled=True))"),
             (theirs.model != config.model, f"has the model {theirs.model!r}, and the peer {config.model!r}"),
+            (theirs.bigram_keys != config.bigram_keys, f"has bigram_keys={theirs.bigram_keys}, unlike the peer"),
             (engine.device is not device, "has another device pool than the peer"),
             (config.place.ranks > 1, f"is not possible on one of {config.place.ranks} ranks: each would have to read"),
         ):
@@ -74,6 +75,8 @@ class PrefixReader:
         request = DecodeRequest(
             request_id=self._name_of(room.request_id),
             tokens=packed[: 4 * end],
+            # With pairs of tokens it names the last page.
+            next_token=int.from_bytes(packed[4 * end : 4 * end + 4], "little"),
             prefill=(),
             peers=room.peer_addresses,
             namespace=namespace or "",

@@ -18,6 +18,7 @@ from random import Random
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.neighbours import sharing
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_STORE
 from tidekv import (
     DecodeEngine,
@@ -82,6 +83,7 @@ class Bench:
         self.first_tokens: dict[str, int] = {}
         self.model = Model()
         self.numbers = itertools.count()
+        self.peers: list[str] = []
         self.engine: DecodeEngine
 
     async def serve(self, room: Room) -> None:
@@ -98,7 +100,9 @@ class Bench:
         """Restore, generate, give back; returns the sources, and the positions of pages with wrong bytes."""
         request_id = f"r{next(self.numbers)}"
         self.first_tokens[request_id] = output[0]
-        request = DecodeRequest(request_id=request_id, tokens=prompt, prefill="prefill", send_prompt=True)
+        request = DecodeRequest(
+            request_id=request_id, tokens=prompt, prefill="prefill", send_prompt=True, peers=self.peers
+        )
         ready = await self.engine.restore(request)
         wrong = self.kv.verify(ready.pages[: -(-len(prompt) // SIZE)].tolist(), contents(prompt, output[0]))
         self.engine.grow(ready, len(output) - 1)
@@ -208,6 +212,44 @@ async def test_what_prefill_stores_is_what_decode_looks_for(tmp_path: Path) -> N
         assert (sources["l3"], wrong) == (8, [])
         sources, wrong = await rig.answer([*prompt[:8], 1], [1])
         assert (sources["l1"], wrong) == (4, [])
+
+
+@asynccontextmanager
+async def peers_of(rig: Bench, **config: object) -> AsyncIterator[DecodeEngine]:
+    """Another decode worker, which reads from the host memory of the first one."""
+    device = DevicePool.allocate(LAYOUT, PAGES)
+    engine = DecodeEngine(
+        engine_config(**PATIENT, bigram_keys=True, prefetch_threshold_tokens=0, cache_peers=sharing(), **config),
+        device=device,
+        host=HostPool.allocate(LAYOUT, PAGES),
+        transport=LoopbackTransport("decode-1", rig.network),
+    )
+    async with engine:
+        rig.engine, rig.device, rig.kv = engine, device, SyntheticKV(device)
+        yield engine
+
+
+@pytest.mark.parametrize(("asked", "from_peer"), [(9, 8), (10, 8), (8, 4), (13, 12), (17, 12)])
+async def test_a_peer_sends_the_pages_whose_next_token_is_the_same(asked: int, from_peer: int) -> None:
+    prompt = list(range(14))
+    async with bench(cache_peers=sharing()) as rig:
+        await rig.answer(prompt, [20, 21])
+        peer = str(rig.engine.peer_address)
+        async with peers_of(rig):
+            rig.peers = [peer]
+            sources, wrong = await rig.answer([*prompt, 30, 31, 32][:asked], [40])
+            assert (sources["peer"], sources["transfer"], wrong) == (from_peer, asked - from_peer, [])
+
+
+async def test_a_page_that_a_peer_has_with_another_next_token_is_not_sent() -> None:
+    async with bench(cache_peers=sharing()) as rig:
+        await rig.answer(list(range(9)), [20])
+        peer = str(rig.engine.peer_address)
+        async with peers_of(rig):
+            rig.peers = [peer]
+            # The second page ends with the same token, and goes on otherwise.
+            sources, wrong = await rig.answer([*range(8), 30], [40])
+            assert (sources["peer"], wrong) == (4, [])
 
 
 async def test_ends_that_name_pages_otherwise_are_refused_by_name() -> None:

@@ -15,7 +15,6 @@ from tests.support.waits import expected, until
 from tidekv import (
     CachePeerOptions,
     DecodeRequest,
-    EngineConfig,
     InvalidConfig,
     InvalidRequest,
     JournalOptions,
@@ -430,8 +429,6 @@ def test_options_that_do_not_fit_are_refused_by_name() -> None:
     ):
         with pytest.raises(InvalidConfig, match=said):
             CachePeerOptions(**{"enabled": True, **wrong})  # type: ignore[arg-type]
-    with pytest.raises(InvalidConfig, match="without bigram_keys"):
-        EngineConfig(bigram_keys=True, cache_peers=CachePeerOptions(enabled=True))
 
 
 async def test_a_worker_does_not_read_from_itself() -> None:

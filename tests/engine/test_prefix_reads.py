@@ -365,6 +365,7 @@ def _reader(pool: DevicePool, **fields: object) -> DecodeEngine:
         ({"device": "owned"}, 'device="lent"'),
         ({"cache_peers": CachePeerOptions()}, "enabled=True"),
         ({"model": "other"}, "has the model 'other'"),
+        ({"bigram_keys": True}, "has bigram_keys=True, unlike the peer"),
         ({}, "another device pool"),
     ],
 )

@@ -74,6 +74,7 @@ class PeerReads:
         together. Raises InvalidConfig.
         """
         self._page_size = rank.identity.page_size
+        self._has_pairs = rank.identity.bigram_keys
         self._reads: dict[RoomKey, PeerRead] = {}
         self._receiver = Receiver(
             transport, rank, deliver=self._take, deliver_aux=lambda *_: None, clock=clock, times=times, group=group
@@ -107,10 +108,10 @@ class PeerReads:
     ) -> tuple[int, str]:
         """Read pages [first, first + len(pages)) of a prompt from the peer at `address` to host pages.
 
-        `packed` are the prompt's tokens, at least those of these pages; `generation` grows from read to read of the
-        request. After `timeout_s` seconds the peer is told to stop. Returns how many pages are in place, from the first
-        on, and an error, which names the peer; empty if it has sent what it has. By then nothing writes to the pages
-        any more, which may take longer than the timeout.
+        `packed` are the prompt's tokens, at least those of these pages and, with pairs of tokens, the one behind them;
+        `generation` grows from read to read of the request. After `timeout_s` seconds the peer is told to stop. Returns
+        how many pages are in place, from the first on, and an error, which names the peer; empty if it has sent what it
+        has. By then nothing writes to the pages any more, which may take longer than the timeout.
         """
         end = first + len(pages)
         tokens = packed[: 4 * end * self._page_size]
@@ -127,6 +128,7 @@ class PeerReads:
                 pages=pages,
                 prompt_digest=digest_of(tokens, key_seed).digest,
                 tokens=tokens,
+                token_behind=packed[len(tokens) :][:4] if self._has_pairs else b"",
                 key_seed=key_seed,
             )
         except BaseException:

@@ -163,6 +163,7 @@ class Receiver:
         pages: PageIds,
         prompt_digest: bytes,
         tokens: bytes | None = None,
+        token_behind: bytes = b"",
         key_seed: bytes | None = None,
         component_pages: Iterable[ComponentPages] | None = None,
         connect_s: float = math.inf,
@@ -170,10 +171,10 @@ class Receiver:
         """Promise a room to the prefill at `address` → PromiseSent or RoomFailed.
 
         `prompt_digest` names the prompt: prefill sends pages of no other one. `promised_tokens` is the length of the
-        prefix that decode has; `pages` are the destinations of the rest, and
-        `component_pages` those of components. `key_seed` starts the storage keys of the prompt's pages; None: prefill
-        must not store them. If the prefill is not connected within `connect_s` seconds, this room fails; other
-        rooms may wait longer for it. Raises LocalProtocolError for a room that is open already.
+        prefix that decode has; `pages` are the destinations of the rest, and `component_pages` those of components.
+        `token_behind`: see `wire.Promise`. `key_seed` starts the storage keys of the prompt's pages; None: prefill must
+        not store them. If the prefill is not connected within `connect_s` seconds, this room fails; other rooms may
+        wait longer for it. Raises LocalProtocolError for a room that is open already.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:
@@ -195,6 +196,7 @@ class Receiver:
             group=self._group(),
             # All ranks of an instance have the same tokens: rank 0 sends them.
             tokens=tokens if self._rank.place.rank == 0 else None,
+            token_behind=token_behind,
             key_seed=key_seed,
             component_pages=packed_components(component_pages),
         )

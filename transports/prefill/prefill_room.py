@@ -76,6 +76,8 @@ class Room:
         self.prompt_tokens = first.prompt_tokens
         self.decode_prefix_len = first.decode_prefix_len
         self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)
+        self.token_behind = first.token_behind
+        """The packed token behind the prompt, in a read of cached pages; empty if it is not given."""
         self.prompt = PromptDigest(first.prompt_tokens, first.prompt_digest)
         """The prompt whose pages decode asks for."""
         self._key_seed = first.key_seed
