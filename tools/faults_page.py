@@ -112,6 +112,8 @@ REQUIRED: dict[str, dict[str, str]] = {
         "neighbour_is_stuck": "As late: the request becomes READY without it.",
         "neighbour_lies": "The page and all behind it are misses; its bytes are neither published nor copied.",
         "neighbour_reports_nonsense": "The number is limited to the pages that were read.",
+        "neighbour_misses_a_rank": "No rank serves the read, after the time for which its reader waits at the most.",
+        "neighbour_asks_otherwise": "No rank serves the read.",
         "share_fails": "The pages that were held for it are given back.",
         "share_raises": "As a read that failed.",
         "share_is_stuck": "Its pages are not evicted, and count towards the bound of all reads by others; nothing else "

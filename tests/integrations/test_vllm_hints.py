@@ -262,6 +262,45 @@ def test_prefill_reads_the_turn_before_from_decode_and_computes_the_rest(
         assert not scheduler._claimed and not scheduler._computed and not scheduler._lookups._answers
 
 
+def test_each_rank_of_prefill_reads_the_turn_before_from_the_rank_of_decode_at_its_place(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
+    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
+
+    def engine(**more: object) -> dict[str, object]:
+        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
+
+    with started_vllms(connector, monkeypatch) as start:
+        prefill = start("kv_both", tensor_parallel=2, engine=engine(allow=["127.0.0.1:*"]))
+        decode = start("kv_consumer", tensor_parallel=2, engine=engine(listen="127.0.0.1:0"))
+        assert prefill.add(request_of("p", PROMPT, {"do_remote_decode": True}), PLACES) == 0
+        decode.add(request_of("d", PROMPT, prefill.answer("p", chunk=100)), PLACES)
+        decode.step_until(lambda: decode.loaded)
+        decode.compute("d", chunk=100)
+        decode.finish("d")
+        decode.step_until(lambda: decode.freed)
+        prefill.step_until(lambda: prefill.freed)
+        engines = [worker.connector_worker.decodes[0].engine for worker in decode.workers]
+        for one in engines:
+            one.wait_settled()
+        address = ",".join(str(one.call(lambda one: one.peer_address)) for one in engines)
+        turn = [*PROMPT[: 4 * BLOCK], *range(500, 500 + BLOCK + 3)]
+        prefill.overwrite(PLACES)
+        params = {
+            "do_remote_decode": True,
+            "remote_kv_source": {"tokens": 4 * BLOCK},
+            "kv_hints": msgspec.to_builtins(envelope("kv.fetch", source_control_endpoint=address)),
+        }
+        assert prefill.add(request_of("q", turn, params), OTHERS[:4]) == 4 * BLOCK
+        prefill.step_until(lambda: "q" in prefill.loaded)
+        assert prefill.counts["restore_tokens_peer"] == 2 * 4 * BLOCK and not prefill.invalid
+        prefill.tables["q"] = OTHERS
+        prefill.requests["q"].num_computed_tokens = 4 * BLOCK
+        prefill.step({"q": len(turn) - 4 * BLOCK})
+        assert prefill.holds("q", turn)
+
+
 def test_only_a_number_of_tokens_at_a_peer_that_may_be_asked_is_claimed() -> None:
     for tokens, found in ((48, 48), (0, 0), (-3, 0), ("48", 0), (None, 0)):
         request = request_of("r", PROMPT, {"remote_kv_source": {"remote_host": "a", "tokens": tokens}})
