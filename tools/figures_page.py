@@ -288,8 +288,9 @@ def _groups() -> str | None:
     rows["servers that hold blocks at the end"] = [f"{sum(map(bool, one['held'].values())):,}" for _, one in columns]
     return "\n".join(
         [
-            "Models with windows (a Gemma 3) and with states (a Falcon H1), every token compared with one server's. A "
-            "request that a kill has ended was sent again:",
+            "Models with windows (a Gemma 3) and with states (a Falcon H1), every token compared with one server's. "
+            "Decode's own cache has room for a third of all conversations, or for all with `--decode-share 1`; with "
+            "states it is off. A request that a kill has ended was sent again:",
             "",
             *(f"- {VLLM_GROUPS[file]}: {_command(report)}" for file, report in reports.items()),
             "",

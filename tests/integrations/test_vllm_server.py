@@ -295,18 +295,7 @@ async def test_an_eagle_draft_is_accepted_after_a_hand_over_as_it_is_on_one_serv
 
 
 async def test_later_turns_are_served_by_decode_alone(tmp_path: Path) -> None:
-    options = (
-        "--connector",
-        "tidekv-rest",
-        "--conversations",
-        4,
-        "--turns",
-        4,
-        "--tokens",
-        "300:1200",
-        "--parallel",
-        2,
-    )
+    options = ("--connector", "tidekv-rest", "--conversations", 4, "--turns", 4, "--tokens", "300:1200")
     events = ("--at", "2:reset:decode-0", "--at", "3:restart:decode-0")
     # On a busy machine a look-up takes longer than by default.
     patient = ("--handover", json.dumps({"lookup_timeout_s": 60}))
