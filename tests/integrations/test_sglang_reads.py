@@ -9,6 +9,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,14 +35,15 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setenv("UCX_TLS", "tcp")
     started: list[Servers] = []
 
-    def servers(shares: bool = True, checks: bool = False, **options: Any) -> Servers:
+    def servers(shares: bool = True, checks: bool = False, uri: str | None = None, **options: Any) -> Servers:
         peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 1.0, "host_share": 1.0, **options}
-        both = {"dials": ["127.0.0.1:*"], "host": "1MB"}
-        storage = {"prefetch_threshold_tokens": 2 * PAGE}
+        both = {"dials": ["127.0.0.1:*"], "host": "1MB", "uri": uri}
+        storage = {"prefetch": "wait_complete", "prefetch_threshold_tokens": 2 * PAGE}
         give({**both, "engine": {"cache_peers": peers, "storage": storage, "page_checksums": checks}})
         prefill = sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
         sharing = {"enabled": True, "listen": "127.0.0.1:0", "read_share": 1.0}
-        give({**both, "engine": {"cache_peers": sharing if shares else {}, "page_checksums": checks}})
+        peers = sharing if shares else {}
+        give({**both, "engine": {"cache_peers": peers, "storage": storage, "page_checksums": checks}})
         started.append(Servers(prefill))
         return started[-1]
 
@@ -299,6 +301,18 @@ def test_pages_of_an_aborted_request_are_back_when_sglang_has_aborted_it(start: 
     # SGLang may flush now.
     servers.prefill.scheduler.tree_cache.reset()
     assert reader(servers).balance()["host"].cached == 0
+
+
+def test_what_both_servers_have_in_storage_is_read_from_there(start: Start, tmp_path: Path) -> None:
+    servers = start(uri=f"file:{tmp_path}?capacity=100MB")
+    converse(servers)
+    servers.decode.kv_manager.decode._engine.wait_settled()
+    servers.decode.tree_cache.reset()
+    servers.ask(TURN, OURS, 12)
+    servers.bootstrap(TURN, 12)
+    pages = cached(servers)
+    assert len(pages) == KEPT // PAGE and servers.pools[0].holds(TURN[:KEPT], pages)
+    assert reader(servers).statistics()["core"]["peer_fetches"] == 0
 
 
 def test_a_flush_of_prefill_empties_its_host_memory_and_decode_is_read_again(start: Start) -> None:

@@ -111,7 +111,10 @@ class PrefillEnd:
             layout = pools.full.layout
             self._host = HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes))
             transport = settings.decode_transport(f"sglang-prefill-{place.rank}-reads", config.cache_peers)
-            peer.read_with(DecodeEngine(config, device=pools.full, host=self._host, transport=transport))
+            storage = settings.open_storage()
+            peer.read_with(
+                DecodeEngine(config, device=pools.full, host=self._host, storage=storage, transport=transport)
+            )
             self._reads = PrefixReads(self._thread, config, clock)
         self._page_size = pools.full.layout.page_size
         self._unclaimed_max = int(settings.unclaimed_share * pools.full.num_pages)
