@@ -9,14 +9,28 @@ import asyncio
 import ctypes
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from tests.support.inside import core_of, runtime_of
-from tests.support.neighbours import Gate, sharing
+from tests.support.neighbours import PATIENT, Gate, sharing
 from tests.support.waits import LIMIT_S, expected, until
-from tidekv import DecodeRequest, InvalidConfig, LoopbackNetwork
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    InvalidConfig,
+    KVLayout,
+    LoopbackNetwork,
+    NixlTransport,
+    RankGroup,
+    StorageOptions,
+)
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.states.types import PageIds
 from tidekv.transports.loopback import LoopbackPeer, LoopbackTransport
 
@@ -262,6 +276,47 @@ async def test_a_peer_for_another_number_of_ranks_is_refused_before_anything_is_
         for member in first.members:
             with pytest.raises(Exception, match="names the addresses of 3 ranks, and this worker has 2"):
                 await member.engine.restore(request)
+
+
+@pytest.mark.nixl
+async def test_ranks_that_are_lent_pages_read_from_ranks_over_nixl(world) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=world.PAGE_SIZE)
+    tokens, pages = world.PROMPT[:40], list(range(10))
+    digests = prompt_digests(pack_tokens(tokens), world.PAGE_SIZE)
+    workers: list[list[DecodeEngine]] = []
+    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+        for number in range(2):
+            address, members = world.free_address(), []
+            for rank in range(2):
+                engine = DecodeEngine(
+                    EngineConfig(
+                        device="lent",
+                        storage=StorageOptions(prefetch="timeout", prefetch_threshold_tokens=1),
+                        peer=PATIENT,
+                        cache_peers=sharing(listen="127.0.0.1:0"),
+                    ),
+                    device=DevicePool.allocate(layout, 16),
+                    host=HostPool.allocate(layout, 64),
+                    transport=NixlTransport(name=f"w{number}-{rank}", dials=["127.0.0.1:*"]),
+                    ranks=RankGroup(
+                        rank=rank, ranks=2, address=address, silence_s=30.0, hold_s=60.0, form_timeout_s=LIMIT_S
+                    ),
+                )
+                members.append(engine)
+            await asyncio.gather(*(stack.enter_async_context(engine) for engine in members))
+            workers.append(members)
+        first, second = workers
+        for rank, engine in enumerate(first):
+            # Each rank has heads of its own, so each has other bytes.
+            SyntheticKV(engine.device).fill(pages, digests[rank:] + digests[:rank])
+        offered = await asyncio.gather(*(engine.offer(tokens, pages) for engine in first))
+        assert [one.written for one in offered] == [10, 10]
+        peer = ",".join(str(engine.peer_address) for engine in first)
+        request = DecodeRequest(request_id="r", tokens=tokens, prefill=(), peers=[peer])
+        restored = await asyncio.gather(*(engine.restore_into(request, pages) for engine in second))
+        assert [dict(one.sources)["peer"] for one in restored] == [40, 40]
+        for rank, engine in enumerate(second):
+            assert SyntheticKV(engine.device).verify(pages, digests[rank:] + digests[:rank]) == []
 
 
 def test_each_rank_may_dial_the_ranks_at_its_place_of_the_peers_that_the_options_name() -> None:
