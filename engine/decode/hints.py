@@ -20,7 +20,6 @@ from msgspec import Meta
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.config.engine_config import PEERS_MAX
 from tidekv.engine.decode.values import HintedPeers
-from tidekv.engine.ranks.group import place_of
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidRequest
 from tidekv.states.validation import PlainText, Seconds, host_and_port, short
@@ -138,8 +137,9 @@ class HintCalls:
     def __init__(self, runtime: Runtime, arrivals: Arrivals) -> None:
         self._runtime = runtime
         self._arrivals = arrivals
-        place = place_of(runtime.rank_group)
-        self._fetched_from = Dials.parse(runtime.config.cache_peers.dials_of(place.rank, place.ranks))
+        ranks = 1 if runtime.rank_group is None else runtime.rank_group.ranks
+        peers = runtime.config.cache_peers
+        self._fetched_from = Dials.parse(one for rank in range(ranks) for one in peers.dials_of(rank, ranks))
         self.sessions = Sessions()
         self.counts: Counter[tuple[str, str]] = Counter()
         """Actions by type and outcome; unknown types count as "other"."""
@@ -236,9 +236,10 @@ class HintCalls:
             address = payload.source_control_endpoint.removeprefix("tcp://")
             # The address of the first rank, or of all of them.
             host_and_port(address.partition(",")[0], "source_control_endpoint")
-            own = self._runtime.peers.address_of(address)
-            if not self._fetched_from.allows(own):
-                raise InvalidRequest(f"{short(own)} is not in cache_peers.allow")
+            # The first rank's word is that of all: it answers for what the others dial.
+            for one in self._runtime.peers.addresses_of(address):
+                if not self._fetched_from.allows(one):
+                    raise InvalidRequest(f"{short(one)} is not in cache_peers.allow")
             self._runtime.peers.check_peer(address)
         except (msgspec.ValidationError, InvalidRequest) as error:
             if peers is not None and len(peers.refused) < PEERS_MAX:

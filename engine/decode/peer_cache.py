@@ -166,6 +166,10 @@ class PeerCache:
         """
         return address_of_rank(peer, self._place.rank, self._place.ranks)
 
+    def addresses_of(self, peer: str) -> list[str]:
+        """Return the addresses at which all ranks of this worker read from a peer. Raises InvalidRequest."""
+        return [address_of_rank(peer, rank, self._place.ranks) for rank in range(self._place.ranks)]
+
     def check_peer(self, peer: str) -> None:
         """Raise InvalidRequest unless this rank may read from a peer."""
         self._engine.transport.check_address(self.address_of(peer))

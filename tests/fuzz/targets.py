@@ -26,7 +26,7 @@ from tidekv.states.ranks.agreement import Opening
 from tidekv.transports import frames, wire
 from tidekv.transports.aux_values import decode_aux, encode_aux
 from tidekv.transports.control import challenge
-from tidekv.transports.control.addresses import Dials
+from tidekv.transports.control.addresses import Dials, address_of_rank
 from tidekv.transports.ranks import wire as ranks
 
 Target = Callable[[Random], None]
@@ -266,7 +266,10 @@ async def _take_hints(envelope: object) -> list[events.HintReceived]:
             hints=SimpleNamespace(pin_share=0.25, ttl_s_max=HINT_S_MAX),
             cache_peers=CachePeerOptions(enabled=True, allow=(f"{PEER_HOST}:7000-7010",)),
         ),
-        peers=object(),
+        rank_group=None,
+        peers=SimpleNamespace(
+            addresses_of=lambda peer: [address_of_rank(peer, 0, 1)], check_peer=lambda peer: address_of_rank(peer, 0, 1)
+        ),
         transport=SimpleNamespace(check_address=lambda address: None),
         host=SimpleNamespace(memory=SimpleNamespace(page_bytes=64)),
         core=SimpleNamespace(settings=SimpleNamespace(host_pages=100, key_bytes=16, page_size=4)),

@@ -31,7 +31,7 @@ GOLDEN = {
         wire.Promise(
             prompt_digest=DIGEST, room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"\x07\0\0\0", tokens=None
         ),
-        "a770726f6d697365 94a164a165a17203 02 00 c40407000000" + PROMPT + "c0 c0 c0 00 01 a0",
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000" + PROMPT + "c0 c0 c0 00 01 a0 c400",
     ),
     "promise of a rank": (
         promise(
@@ -42,7 +42,7 @@ GOLDEN = {
             ranks=2,
             group="g",
         ),
-        "a770726f6d697365 94a164a165a17203 02 00 c0" + PROMPT + "c0 c0 c0 01 02 a167",
+        "a770726f6d697365 94a164a165a17203 02 00 c0" + PROMPT + "c0 c0 c0 01 02 a167 c400",
     ),
     "promise of components": (
         promise(
@@ -56,7 +56,7 @@ GOLDEN = {
         ),
         "a770726f6d697365 94a164a165a17203 02 00 c40407000000"
         + PROMPT
-        + "c0 9293a17300c4040100000093a17701c400 c0 00 01 a0",
+        + "c0 9293a17300c4040100000093a17701c400 c0 00 01 a0 c400",
     ),
     "promise that only compares components": (
         promise(
@@ -68,13 +68,24 @@ GOLDEN = {
             ranks=2,
             group="g",
         ),
-        "a770726f6d697365 94a164a165a17203 02 00 c0" + PROMPT + "c0 9193a17300c0 c0 01 02 a167",
+        "a770726f6d697365 94a164a165a17203 02 00 c0" + PROMPT + "c0 9193a17300c0 c0 01 02 a167 c400",
     ),
     "promise of no component": (
         wire.Promise(
             prompt_digest=DIGEST, room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"", component_pages=()
         ),
-        "a770726f6d697365 94a164a165a17203 02 00 c400" + PROMPT + "c0 90 c0 00 01 a0",
+        "a770726f6d697365 94a164a165a17203 02 00 c400" + PROMPT + "c0 90 c0 00 01 a0 c400",
+    ),
+    "promise of cached pages, of which the last one is named by the token behind it": (
+        wire.Promise(
+            prompt_digest=DIGEST,
+            room=ROOM,
+            prompt_tokens=2,
+            decode_prefix_len=0,
+            pages=b"\x07\0\0\0",
+            token_behind=b"\x05\0\0\0",
+        ),
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000" + PROMPT + "c0 c0 c0 00 01 a0 c40405000000",
     ),
     "extend": (
         wire.Extend(room=ROOM, span=1, first=2, pages=b""),
@@ -180,6 +191,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         b"",
         "computed",
         "",
+        {"rank": 0, "ranks": 1, "stages": 1, "kv_heads_total": 0, "contexts": 1, "stripe_pages": 0},
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 

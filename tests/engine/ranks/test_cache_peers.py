@@ -155,6 +155,26 @@ async def test_hints_name_a_peer_by_its_first_rank_and_all_its_ports_are_allowed
         await world.finish_all(second.members, readies, [])
 
 
+async def test_a_hint_names_no_address_for_another_rank_that_is_not_allowed(world, workers) -> None:
+    async with workers(2, 2, options=sharing(allow=("peers-0:*",))) as (first, second):
+        await first.warm(world.PROMPT)
+        dialled: list[str] = []
+        for member in second.members:
+            dial = member.transport.dial
+            member.transport.dial = lambda address, dial=dial: dialled.append(address) or dial(address)
+        for named in ("peers-0:7100,elsewhere:1", "elsewhere:1,peers-0:7101", "peers-0:7100,peers-0:7101,elsewhere:1"):
+            action = {
+                "action_id": "a",
+                "action_type": "kv.fetch",
+                "action_version": "1.0",
+                "payload": {"source_control_endpoint": named},
+            }
+            hint = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+            await world.restore_all(second.members, named, world.PROMPT, kv_hints=hint)
+        assert second.core()["peer_fetches"] == 0 and not [one for one in dialled if "elsewhere" in one]
+        assert [dict(member.engine._hints.counts) for member in second.members] == [{("kv.fetch", "rejected"): 3}] * 2
+
+
 async def test_a_peer_with_less_on_one_rank_gives_all_ranks_that_much(world, workers) -> None:
     async with workers(2, 2, page_checksums=True) as (first, second):
         await first.warm(world.PROMPT)
