@@ -6,8 +6,11 @@ moves other bytes.
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any  # SGLang's objects are not typed here.
 
@@ -15,8 +18,9 @@ import pytest
 import torch
 
 from benchmarks.gpu.thread_streams import ThreadStreams
-from tests.support.sglang_contract import HookRegistry, KVPoll, MHATokenToKVPool, modules
+from tests.support.sglang_contract import PAGE, HookRegistry, KVPoll, MHATokenToKVPool, modules
 from tests.support.sglang_servers import Servers
+from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.sglang.handover import pools
 from tidekv.engine.integrations.sglang.handover.plugin import register
 from tidekv.engine.thread import server_streams
@@ -79,11 +83,26 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def servers(device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
-    monkeypatch.setenv("TIDEKV_SGLANG", '{"dials": ["127.0.0.1:*"], "host": "1MB"}')
+    with started(device, monkeypatch, {}, {}) as servers:
+        yield servers
+
+
+@contextmanager
+def started(
+    device: Any, monkeypatch: pytest.MonkeyPatch, prefill: dict[str, Any], decode: dict[str, Any]
+) -> Iterator[Servers]:
+    """Start both servers, with these options of their engines."""
+
+    def give(engine: dict[str, Any]) -> None:
+        monkeypatch.setenv("TIDEKV_SGLANG", json.dumps({"dials": ["127.0.0.1:*"], "host": "1MB", "engine": engine}))
+
+    give(prefill)
     with modules():
         register()
         HookRegistry.apply_hooks()
-        servers = Servers()
+        first = sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
+        give(decode)
+        servers = Servers(first)
         for queue, pool in zip((servers.prefill, servers.decode), servers.pools, strict=True):
             scheduler = getattr(queue, "scheduler", None) or SimpleNamespace()
             scheduler.forward_stream, queue.scheduler, pool.enqueue = device.forward, scheduler, device.enqueue
@@ -133,3 +152,28 @@ def test_what_the_tree_takes_in_is_read_behind_the_forward_that_computes_it(serv
     device.settle()
     assert servers.pools[1].holds(PROMPT, [20, 21, 22, 23, 24, 25])
     servers.settle()
+
+
+def test_what_decode_has_is_read_behind_the_forward_that_used_its_pages(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharing = {"enabled": True, "listen": "127.0.0.1:0", "read_share": 1.0}
+    reading = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 1.0, "host_share": 1.0}
+    storage = {"prefetch_threshold_tokens": PAGE}
+    prefill = {"cache_peers": reading, "storage": storage}
+    with started(device, monkeypatch, prefill, {"cache_peers": sharing}) as servers:
+        asked = servers.ask(PROMPT, OURS, 11)
+        servers.send(PROMPT, THEIRS, 11)
+        servers.commit(asked)
+        servers.settle()
+        scheduler = servers.prefill.scheduler
+        free = [slot // PAGE for slot in scheduler.token_to_kv_pool_allocator.free_slots[: 5 * PAGE : PAGE]]
+        servers.ask(PROMPT, [20, 21, 22, 23, 24, 25], 12)
+        # Requests that have ended gave these pages back, and the forward still writes to them.
+        for _ in range(10):
+            servers.pools[0].compute([1] * 20, free)
+        servers.bootstrap(PROMPT, 12)
+        device.settle()
+        (path,) = [path for path in scheduler.tree_cache.paths.values() if len(path) == 20]
+        assert [slot // PAGE for slot in path[::PAGE]] == free
+        assert servers.pools[0].holds(PROMPT[:20], free)
