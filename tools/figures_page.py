@@ -52,11 +52,11 @@ SGLANG_READS = ("sglang_reads.json", "sglang_reads_kills.json")
 SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 """Files of runs: conversations, each fault for itself, and all faults in one run."""
 VLLM_GROUPS = {
-    f"vllm_{kind}{suffix}.json": f"{kind}{words}"
-    for kind in ("windows", "states")
+    f"vllm_{kind}{suffix}.json": f"{title}{words}"
+    for kind, title in (("full", "full KV"), ("windows", "windows"), ("states", "states"), ("draft", "EAGLE draft"))
     for suffix, words in (("", ""), ("_restart", ", restarts"), ("_faults", ", faults"))
 }
-"""Files of runs of models with several groups of KV, and the titles of their columns."""
+"""Files of runs of a class of models each, and the titles of their columns."""
 
 
 class Row(NamedTuple):
@@ -267,7 +267,7 @@ def _groups() -> str | None:
     reports = {file: report for file in VLLM_GROUPS if (report := _read(file)) is not None}
     if not reports:
         return None
-    columns = [(VLLM_GROUPS[file], report["figures"][0]) for file, report in reports.items()]
+    columns = [(VLLM_GROUPS[file], _of("tidekv", report)) for file, report in reports.items()]
     sources = {
         "vLLM's own cache in decode": "vllm:prompt_tokens_by_source_total{local_cache_hit}",
         "decode's host memory": "vllm:tidekv_restore_tokens_l2_total",
@@ -282,15 +282,20 @@ def _groups() -> str | None:
     rows["restores that failed"] = [
         f"{one['metrics'].get('vllm:tidekv_restores_failed_total', 0):,.0f}" for _, one in columns
     ]
+    accepted = "vllm:spec_decode_num_accepted_tokens_total"
+    if any(accepted in one["metrics"] for _, one in columns):
+        alone = [_of("single", report) for report in reports.values()]
+        rows["tokens of the draft that were accepted"] = [_count(one, accepted) for _, one in columns]
+        rows["the same, by one server"] = [_count(one, accepted) for one in alone]
     rows["requests that a client aborted"] = [f"{one['aborted']:,}" for _, one in columns]
     rows["answers"] = [f"{one['answers']:,}" for _, one in columns]
     rows["wrong or lost"] = [f"{len(one['wrong']) + len(one['lost']):,}" for _, one in columns]
     rows["servers that hold blocks at the end"] = [f"{sum(map(bool, one['held'].values())):,}" for _, one in columns]
     return "\n".join(
         [
-            "Models with windows (a Gemma 3) and with states (a Falcon H1), every token compared with one server's. "
-            "Decode's own cache has room for a third of all conversations, or for all with `--decode-share 1`; with "
-            "states it is off. A request that a kill has ended was sent again:",
+            "Models with full KV (a Llama), windows (a Gemma 3), states (a Falcon H1) and a draft, every token compared "
+            "with one server's. Decode's own cache has room for a third of all conversations, or for all with "
+            "`--decode-share 1`; with states it is off. A request that a kill has ended was sent again:",
             "",
             *(f"- {VLLM_GROUPS[file]}: {_command(report)}" for file, report in reports.items()),
             "",
@@ -299,6 +304,16 @@ def _groups() -> str | None:
             *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
         ]
     )
+
+
+def _of(variant: str, report: Mapping[str, Any]) -> Any:  # Any: what JSON holds.
+    """Return the figures of a variant; None if it was not served."""
+    return next((one for one in report["figures"] if one["variant"] == variant), None)
+
+
+def _count(one: Mapping[str, Any] | None, metric: str) -> str:
+    """Return a metric as a cell."""
+    return f"{one['metrics'][metric]:,.0f}" if one is not None and metric in one["metrics"] else "-"
 
 
 def _command(report: Mapping[str, Any]) -> str:

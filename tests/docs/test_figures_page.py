@@ -169,16 +169,20 @@ def test_what_a_prefill_that_reads_computed_is_said_with_its_command(
 
 
 def test_runs_with_windows_and_states_are_columns_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(file: str, **changes: object) -> None:
-        one: dict[str, object] = {"metrics": {"vllm:tidekv_restore_tokens_l3_total": 1200.0}, "answers": 72}
-        one |= {"wrong": [], "lost": {}, "aborted": 0, "held": {"decode-0": 0.0, "prefill-0": 0.0}}
+    def figures_of(**changes: object) -> dict[str, object]:
+        one: dict[str, object] = {"variant": "tidekv", "metrics": {"vllm:tidekv_restore_tokens_l3_total": 1200.0}}
+        one |= {"answers": 72, "wrong": [], "lost": {}, "aborted": 0, "held": {"decode-0": 0.0, "prefill-0": 0.0}}
+        return one | changes
+
+    def write(file: str, *figures: dict[str, object]) -> None:
         told = {"command": f"vllm {file}", "date": "2026-01-01", "commit": "abc", "machine": "m", "load": 1.0}
-        (tmp_path / file).write_text(json.dumps({"about": told, "figures": [{**one, **changes}]}))
+        (tmp_path / file).write_text(json.dumps({"about": told, "figures": figures}))
 
     monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
     assert figures_page.vllm_table() == "No run was kept."
-    write("vllm_windows.json")
-    write("vllm_states_faults.json", wrong=[[0, 1]], lost={"0.2": "500"}, aborted=3, held={"decode-0": 0.5})
+    write("vllm_windows.json", figures_of())
+    struck = figures_of(wrong=[[0, 1]], lost={"0.2": "500"}, aborted=3, held={"decode-0": 0.5})
+    write("vllm_states_faults.json", struck)
     lines = figures_page.vllm_table().splitlines()
     assert "- states, faults: `vllm vllm_states_faults.json` (2026-01-01, commit abc, m, load 1.0)" in lines
     assert "| | windows | states, faults |" in lines
@@ -189,3 +193,9 @@ def test_runs_with_windows_and_states_are_columns_of_one_table(tmp_path: Path, m
         "| wrong or lost | 0 | 2 |",
         "| servers that hold blocks at the end | 0 | 1 |",
     ]
+    accepted = {"vllm:spec_decode_num_accepted_tokens_total": 1194.0}
+    write("vllm_draft.json", figures_of(variant="single", metrics=accepted), figures_of(metrics=accepted))
+    lines = figures_page.vllm_table().splitlines()
+    assert "| | windows | states, faults | EAGLE draft |" in lines
+    assert "| tokens of the draft that were accepted | - | - | 1,194 |" in lines
+    assert "| the same, by one server | - | - | 1,194 |" in lines
