@@ -4,7 +4,7 @@
 
 For prompts of many lengths, at both ends of a hand-over: the blocks that `ComponentBlocks.at_end` names are those in
 which vLLM's worker leaves what the end of the handed tokens needs, and from which decode's worker goes on. Prints one
-line of JSON: by the mode in which vLLM keeps states, how many prompts were compared.
+line of JSON: by the mode in which vLLM keeps states and the tokens of a draft, how many prompts were compared.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ BLOCK, LENGTH_MAX, CHUNK = 8, 512, 24
 HASH = get_hash_fn_by_name("sha256")
 
 
-def manager_of(mode: str) -> tuple[KVCacheManager, Any]:
-    """A cache manager with full KV, a window of 20 tokens and states, and its groups as the connector reads them."""
+def manager_of(mode: str, drafted: int) -> tuple[KVCacheManager, Any]:
+    """A cache manager with full KV, a window of 20 tokens and states, and its groups as the connector reads them.
+
+    `drafted`: tokens of a draft, for each of which vLLM has a further block of states.
+    """
     heads = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
     specs = [
         FullAttentionSpec(**heads),
@@ -44,6 +47,7 @@ def manager_of(mode: str) -> tuple[KVCacheManager, Any]:
             dtypes=(torch.float32,),
             page_size_padded=FullAttentionSpec(**heads).page_size_bytes,
             mamba_cache_mode=mode,
+            num_speculative_blocks=drafted,
         ),
     ]
     groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
@@ -125,13 +129,13 @@ def main() -> None:
     """Compare prompts of all lengths up to 100 tokens, each with and without cached blocks."""
     kv_cache_utils.init_none_hash(HASH)
     compared = {}
-    for mode in ("none", "align"):
-        manager, groups = manager_of(mode)
+    for mode, drafted in (("none", 0), ("align", 0), ("none", 3), ("align", 3)):
+        manager, groups = manager_of(mode, drafted)
         for length in range(2, 100):
             for again in range(2):
                 tokens = [7 * (at % 13) + length for at in range(length)]
                 hand_over(manager, groups, f"{length}-{again}", tokens, mode=mode)
-        compared[mode] = 2 * 98
+        compared[f"{mode}, {drafted} drafted"] = 2 * 98
     print(json.dumps(compared))
 
 
