@@ -293,7 +293,7 @@ def _groups() -> str | None:
     rows["servers that hold blocks at the end"] = [f"{sum(map(bool, one['held'].values())):,}" for _, one in columns]
     return "\n".join(
         [
-            "Models with full KV (a Llama), windows (a Gemma 3), states (a Falcon H1) and a draft, every token compared "
+            "Models with full KV (a Llama), windows (a Gemma 3), states (a Falcon H1) and a draft, each token compared "
             "with one server's. Decode's own cache has room for a third of all conversations, or for all with "
             "`--decode-share 1`; with states it is off. A request that a kill has ended was sent again:",
             "",
