@@ -59,6 +59,15 @@ def test_an_environment_is_filled_with_what_a_command_needs(
     assert given == ([["-c", str(dev.CONSTRAINTS), "-e", f"{dev.ROOT}[{wanted}]"]] if filled else [])
 
 
+def test_processes_of_tests_keep_their_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(dev, "set_up", lambda extra, newest: None)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, words: started.append(dict(os.environ)))
+    dev.main(["test"])
+    assert "PYTHONDONTWRITEBYTECODE" not in started[0]
+
+
 SERVERS = ("vllm", "sglang")
 """Extras of servers that have an environment of their own."""
 
