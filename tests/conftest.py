@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import limits
+from tests.support import limits, warm_python
 from tests.support.configs import engine_config
 from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_STORE
@@ -52,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(limits.TimeLimits(config), "tidekv-limits")
+    if config.getoption("numprocesses", None):
+        # While the workers collect, so that no test waits for its imports.
+        threading.Thread(target=warm_python.executable, daemon=True).start()
 
 
 PAGE_SIZE = LAYOUT.page_size
@@ -257,6 +261,12 @@ def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rooms, "leave", leave_and_free)
 
 
+@pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the code under test starts by `sys.executable` has torch when it starts; see `warm_python`."""
+    monkeypatch.setattr(sys, "executable", warm_python.executable())
+
+
 PrefillCommand = Callable[[dict[str, str]], AbstractContextManager[tuple[subprocess.Popen[str], str]]]
 
 
@@ -267,7 +277,7 @@ def prefill_command() -> PrefillCommand:
     @contextmanager
     def start(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tidekv", "prefill", "--listen", "127.0.0.1:0"],
+            [warm_python.executable(), "-m", "tidekv", "prefill", "--listen", "127.0.0.1:0"],
             env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             text=True,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import warm_python
+
 STEPS = importlib.import_module("benchmarks.gpu.steps").STEPS
-SHORT = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--short", "--patience", "10"]
+SHORT = ["-m", "benchmarks.gpu", "--device", "cpu", "--short", "--patience", "10"]
 # Tests that this suite has already, and steps whose figures have a test of their own.
 ELSEWHERE = {"tests", "copies", "load", "pinning", "turns_32k"}
 # They import transformers, or repeat another benchmark, and take as long as all others together.
@@ -24,7 +25,10 @@ LOADED_ONLY = {"model", "nixl", "turns_4k"}
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--json", str(file)], capture_output=True, text=True, check=False
+        [warm_python.executable(), "-m", "benchmarks.gpu", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "not measured: there was no GPU: the CUDA paths have not run\n"
@@ -36,7 +40,7 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [step.name for step in STEPS if step.name not in ELSEWHERE | LOADED_ONLY])
 def test_each_step_passes_on_stand_ins(step: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [*SHORT, "--only", step, "--out", str(tmp_path)],
+        [warm_python.executable(), *SHORT, "--only", step, "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
@@ -55,7 +59,11 @@ def test_each_step_can_be_loaded(step: Any) -> None:
 
 def test_the_steps_bring_the_figures_that_targets_ask_for(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    subprocess.run([*SHORT, "--only", "copies", "load", "--json", str(file)], capture_output=True, check=True)
+    subprocess.run(
+        [warm_python.executable(), *SHORT, "--only", "copies", "load", "--json", str(file)],
+        capture_output=True,
+        check=True,
+    )
     targets = importlib.import_module("benchmarks.target_table").TARGETS
     asked = {target.figure for target in targets if target.measurement == "gpu"}
     found = json.loads(file.read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import plots
 from benchmarks.__main__ import app as bench
+from tests.support import warm_python
 from tidekv import InvalidConfig
 
 
@@ -37,7 +37,7 @@ def test_a_plot_is_written_as_its_suffix_says(tmp_path: Path, suffix: str, start
 def test_bench_of_tiers_measures_and_draws_every_way(tmp_path: Path) -> None:
     path = tmp_path / "tiers.svg"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "tiers", "--plot", str(path)], capture_output=True, text=True
+        [warm_python.executable(), "-m", "benchmarks", "tiers", "--plot", str(path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     for way in ("memcpy", "L2 → L1", "L1 → L2", "L3 → L2", "L2 → L3", "prefill → L1"):

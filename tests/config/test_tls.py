@@ -6,13 +6,13 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.waits import LIMIT_S
 from tidekv.engine.config import load
 from tidekv.engine.config.check import errors_here
@@ -74,7 +74,7 @@ def test_both_sides_work_under_tls_by_configuration(
     file.write_text(f'[transport]\nsecret = "between us"\ntls_certificate = "{PEM}"\ntls_authority = "{PEM}"\n')
     configured = {"TIDEKV_CONFIG": str(file)}
     with prefill_command(configured) as (prefill, address):
-        decode = [sys.executable, "-m", "tidekv", "decode", "--prefill", address]
+        decode = [warm_python.executable(), "-m", "tidekv", "decode", "--prefill", address]
         decode += ["--conversations", "1", "--rounds", "1"]
         served, plain = (
             subprocess.run(

@@ -31,6 +31,7 @@ async def test_writes_of_all_callers_share_the_line() -> None:
     assert time.perf_counter() - started_s >= 0.025
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.nixl
 @pytest.mark.slow
 async def test_a_slow_link_is_felt_without_the_cache_and_every_token_is_right() -> None:

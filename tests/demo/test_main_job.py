@@ -34,6 +34,7 @@ def text_of(result: main_job.JobResult, *, is_model: bool) -> str:
     return out.getvalue()
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.nixl
 @pytest.mark.slow
 async def test_conversations_in_two_processes_give_the_tokens_of_one() -> None:
@@ -60,6 +61,7 @@ async def test_conversations_in_two_processes_give_the_tokens_of_one() -> None:
     assert "Nothing is held at the end" in text
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.nixl
 @pytest.mark.parametrize("computed_ahead", [False, True])
 async def test_a_recording_in_two_processes_has_the_right_bytes_in_every_page(
@@ -89,6 +91,7 @@ async def test_a_recording_in_two_processes_has_the_right_bytes_in_every_page(
     assert f"All {result.compared:,} restored pages have the bytes" in text_of(result, is_model=False)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.nixl
 def test_a_bad_line_in_the_middle_ends_the_job_and_its_child(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
@@ -99,6 +102,7 @@ def test_a_bad_line_in_the_middle_ends_the_job_and_its_child(tmp_path: Path) -> 
     assert "trace.jsonl, line 2: hash_ids has 3 ids, but 600 tokens" in str(answer.exception)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.nixl
 async def test_a_prefill_worker_that_cannot_start_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=8)

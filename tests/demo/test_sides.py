@@ -6,12 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.waits import LIMIT_S
 
 
@@ -25,7 +25,7 @@ def test_a_decode_worker_finds_a_prefill_worker_that_runs_already(
 
     def decode(address: str, secret: str, *rounds: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "tidekv", "decode", "--prefill", address, *rounds],
+            [warm_python.executable(), "-m", "tidekv", "decode", "--prefill", address, *rounds],
             env={**os.environ, **both, "TIDEKV_SECRET": secret},
             capture_output=True,
             text=True,
@@ -66,7 +66,7 @@ def test_a_prefill_worker_that_does_not_run_is_one_line_with_advice() -> None:
         # Bound but not listening: connections are refused.
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        command = [sys.executable, "-m", "tidekv", "decode", "--prefill", address, "--conversations", "1"]
+        command = [warm_python.executable(), "-m", "tidekv", "decode", "--prefill", address, "--conversations", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()

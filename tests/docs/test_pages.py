@@ -16,6 +16,7 @@ import typer
 
 import tidekv
 from benchmarks.__main__ import app as bench
+from tests.support import warm_python
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import load
 from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, StorageOptions
@@ -191,7 +192,7 @@ def test_the_program_of_the_quick_start_prints_what_the_page_shows(tmp_path: Pat
     (shown,) = blocks(text, "text")
     (tmp_path / "both.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "both.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [warm_python.executable(), "both.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown

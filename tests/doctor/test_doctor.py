@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
 from tidekv.engine.doctor import machine, probe
 from tidekv.engine.doctor.examine import probe_commands, run_probes
 from tidekv.engine.doctor.finding import Finding, in_bytes
@@ -200,7 +201,7 @@ def test_bytes_are_written_as_people_read_them(count: int, text: str) -> None:
 
 @pytest.mark.nixl
 def test_the_command_answers_in_json_with_a_code_that_says_whether_something_is_bad(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tidekv", "doctor", "--json", "--storage", str(tmp_path / "open")]
+    command = [warm_python.executable(), "-m", "tidekv", "doctor", "--json", "--storage", str(tmp_path / "open")]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

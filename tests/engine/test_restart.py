@@ -6,11 +6,11 @@ import asyncio
 import json
 import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
 from tidekv import open_storage
 
 PAGE_SIZE = 4
@@ -115,7 +115,7 @@ async def test_a_killed_worker_is_followed_by_one_that_serves_the_next_turns_fro
         said.append((dialog.tokens, dialog.answer()))
         dialog.next_turn(said[-1][1])
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SCRIPT, uri, json.dumps(said), stdout=asyncio.subprocess.PIPE
+        warm_python.executable(), "-c", SCRIPT, uri, json.dumps(said), stdout=asyncio.subprocess.PIPE
     )
     assert child.stdout is not None
     assert await child.stdout.readline() == b"stored\n"

@@ -51,6 +51,7 @@ async def test_run_with_a_killed_prefill_worker_replays_and_is_explained(
         assert "READY" in words
 
 
+@pytest.mark.usefixtures("warm_children")
 async def test_recording_replayed_by_the_main_job_replays_from_its_journal(tmp_path: Path) -> None:
     recording, path = tmp_path / "recording.jsonl", tmp_path / "run.journal"
     # The format of Mooncake: each id is a block of 512 tokens; requests share their first blocks.

@@ -116,6 +116,7 @@ async def test_recording_whose_prefill_worker_is_killed_in_its_middle(
     assert sum(finished) == REQUESTS
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.slow
 def test_journal_of_tidekv_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     path = tmp_path / "run.journal"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from demo.model import ModelShape, build_llama, generate_in_one_process
+from tests.support import warm_python
 from tests.support.threads import one_torch_thread
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def is_idle(answer: dict[str, Any]) -> bool:
 @contextmanager
 def run_service(log: Path, *options: str) -> Iterator[Service]:
     """Run a service for as long as the block lasts."""
-    command = [sys.executable, "-m", "examples.service", "--port", "0", *options]
+    command = [warm_python.executable(), "-m", "examples.service", "--port", "0", *options]
     with log.open("w") as errors:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.ports import free_address
+from tests.support import warm_python
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +22,10 @@ PROMPT = "To be, or not to be, that is the question. " * 8
 @pytest.fixture
 def model_directory(tmp_path: Path) -> Path:
     """A tiny Llama in float32 and a byte-level tokenizer, saved as `transformers` saves them."""
+    # Here, so that a worker that runs none of these tests does not import them.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     directory = tmp_path / "tiny-llama"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
@@ -50,7 +52,7 @@ def distant_prefill(model: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """A prefill worker started apart from the service: where it will listen, and how to wait until it does."""
     address = free_address()
     options = json.dumps({"model": str(model), "listen": address})
-    command = [sys.executable, "-m", "examples.service.prefill", options]
+    command = [warm_python.executable(), "-m", "examples.service.prefill", options]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
 
         def wait() -> None:
@@ -68,6 +70,8 @@ def test_a_model_directory_is_served_with_a_prefill_worker_that_runs_elsewhere(
     serving, model_directory: Path, tmp_path: Path
 ) -> None:
     options = ("--model", str(model_directory), "--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB")
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory)
     with (
         distant_prefill(model_directory) as (address, wait),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.waits import LIMIT_S
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
@@ -19,13 +19,17 @@ PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 @pytest.mark.nixl
 def test_the_pair_restores_the_second_turn_locally() -> None:
     with subprocess.Popen(
-        [sys.executable, "prefill.py", "127.0.0.1:0"], cwd=PAIR, stdout=subprocess.PIPE, text=True
+        [warm_python.executable(), "prefill.py", "127.0.0.1:0"], cwd=PAIR, stdout=subprocess.PIPE, text=True
     ) as prefill:
         try:
             assert prefill.stdout is not None
             address = prefill.stdout.readline().split()[-1]
             done = subprocess.run(
-                [sys.executable, "decode.py", address], cwd=PAIR, capture_output=True, text=True, timeout=LIMIT_S
+                [warm_python.executable(), "decode.py", address],
+                cwd=PAIR,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
             )
             assert done.returncode == 0, done.stderr
             assert done.stdout.splitlines() == [
@@ -57,7 +61,7 @@ def test_a_wrong_address_is_one_line_of_error() -> None:
             ("prefill.py", "nonsense", ("must be host:port", "'nonsense'")),
         ):
             done = subprocess.run(
-                [sys.executable, program, given], cwd=PAIR, capture_output=True, text=True, timeout=LIMIT_S
+                [warm_python.executable(), program, given], cwd=PAIR, capture_output=True, text=True, timeout=LIMIT_S
             )
             assert done.returncode == 1, done.stdout + done.stderr
             (line,) = done.stderr.splitlines()

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tidekv
+from tests.support import warm_python
 from tests.support.neighbours import PROMPT, neighbours, sharing
 from tests.support.snippets import ROOT, snippet, snippets
 from tests.support.waits import LIMIT_S
@@ -172,7 +173,7 @@ async def test_commands_run(folder: Path, key: tuple[str, str]) -> None:
             assert (ROOT / ELSEWHERE[f"tidekv {arguments[0]}"]).is_file()
             continue
         known = {"FILE": "FILE.toml", "/var/lib/tidekv": str(folder / "store")}
-        command = [sys.executable, "-m", "tidekv", *(known.get(argument, argument) for argument in arguments)]
+        command = [warm_python.executable(), "-m", "tidekv", *(known.get(argument, argument) for argument in arguments)]
         done = await asyncio.to_thread(
             subprocess.run, command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ import pytest
 from torch import distributed
 
 from benchmarks.ports import free_address
+from tests.support import warm_python
 from tests.support.waits import LIMIT_S
 from tidekv.engine.doctor.machine import listening
 from tidekv.states.errors import InvalidConfig, TransferFailed
@@ -344,7 +344,12 @@ distributed.destroy_process_group()
 async def test_processes_vote_in_a_group_that_the_embedder_made(tmp_path: Path) -> None:
     processes = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-c", EMBEDDED, str(rank), f"file://{tmp_path}/store", stdout=asyncio.subprocess.PIPE
+            warm_python.executable(),
+            "-c",
+            EMBEDDED,
+            str(rank),
+            f"file://{tmp_path}/store",
+            stdout=asyncio.subprocess.PIPE,
         )
         for rank in range(2)
     ]
