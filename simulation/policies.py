@@ -19,8 +19,8 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
             prefetch_threshold_tokens=threshold,
             prefetch_base_s=0.1,
             lookahead_pages_max=random.choice((0, 1000)),
-            put_wait_s=0.0,
-            put_host_share=1.0,
+            store_wait_s=0.0,
+            store_host_share=1.0,
             breaker_failures=0,
         )
     return StoragePolicy(
@@ -36,8 +36,8 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
         write_hits_min=random.choice((1, 2)),
         write_tokens_min=random.choice((0, 0, 3 * page_size)),
         renew_s=0.2,
-        put_wait_s=random.choice((0.0, 0.02, 1.0)),
-        put_fetch_s_max=random.choice((0.0, 0.0, 0.004)),
+        store_wait_s=random.choice((0.0, 0.02, 1.0)),
+        store_fetch_s_max=random.choice((0.0, 0.0, 0.004)),
         breaker_failures=random.choice((0, 0, 1, 6)),
         breaker_backoff_s=0.05,
         breaker_backoff_max_s=0.4,

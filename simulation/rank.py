@@ -243,7 +243,7 @@ class Rank:
             if command.request_number not in self.records:
                 raise Violation(f"the tokens of {command} were forgotten while they are needed")
             return self.records[command.request_number]
-        namespace, keys = self.core.keys_put(command.op)
+        namespace, keys = self.core.keys_stored(command.op)
         of_group = namespace if command.component == FULL else f"{command.component} of {namespace}"
         return self.contents.tags(of_group, keys, self.settings.key_bytes)
 

@@ -174,7 +174,7 @@ class Rig:
         stored = named if stored is None else stored
         operation = self.core.state.operations.get(put.op)
         written = min(stored, operation.unmarked) if isinstance(operation, Backup) else stored
-        return self.step(events.PagesStored, op=put.op, stored=stored, put=written)
+        return self.step(events.PagesStored, op=put.op, stored=stored, written=written)
 
     # --- Prefill ---
 

@@ -178,7 +178,7 @@ class SimulatedStorage:
             world.tags_put(command)  # Its tokens must not be forgotten before.
         world.outcomes.tell(
             lambda at_s: events.PagesStored(
-                at_s=at_s, op=command.op, stored=stored, error=error, intact=intact, put=put
+                at_s=at_s, op=command.op, stored=stored, error=error, intact=intact, written=put
             ),
             command.op,
         )

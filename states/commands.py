@@ -41,7 +41,7 @@ class FetchPages(OperationCommand, frozen=True, kw_only=True):
     """Read the pages at `positions` of the request's prompt from storage to host pages of the same group
     → PagesFetched.
 
-    The driver need not start reads after `timeout_s`. Without a `request_id` it gets the keys from `Core.keys_put`.
+    The driver need not start reads after `timeout_s`. Without a `request_id` it gets the keys from `Core.keys_stored`.
     With `peer`, the address of a decode worker, they are read from its host memory: as many of the first ones as it
     has.
     """
@@ -82,11 +82,11 @@ class SharePages(OperationCommand, frozen=True, kw_only=True):
 class StorePages(OperationCommand, frozen=True, kw_only=True):
     """Make sure that storage has one group's pages of a request's tokens, starting at position `first` → PagesStored.
 
-    Storage is asked for them, and told that they are in use. Those that it lacks are put from `host_pages`, which are
-    the first of them; `asked` further ones are only asked for.
+    Storage is asked for them, and told that they are in use. It is sent those that it lacks from `host_pages`, the
+    first of them; `asked` further ones are only asked for.
 
-    Request number 0 means pages of no particular request: the driver gets their keys from `Core.keys_put` when it
-    starts the put.
+    Request number 0 means pages of no particular request: the driver gets their keys from `Core.keys_stored` when it
+    starts the write.
     """
 
     request_number: int

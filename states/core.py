@@ -15,7 +15,7 @@ and starts again at the top, so a rule runs only when no rule above it has work 
 - Outcomes of requests and loads are applied before any request moves on, so no request moves on over lost pages.
 - Every request moves on as far as it can before waiting requests are admitted: it may enter pages in the tree that
   the next admitted request then shares.
-- Work that only prepares for later (deferred puts, look-ahead, write-back) comes last.
+- Work that only prepares for later (deferred writes, look-ahead, write-back) comes last.
 
 A rule takes one item of work per run. The last rule is the exception: it processes everything it finds, and creates no
 work for itself.
@@ -228,12 +228,12 @@ class Core:
         """Current counts, and counters since the start."""
         return count_core(self)
 
-    def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Return the namespace, and the keys from the first page on, of what put `op` stores.
+    def keys_stored(self, op: int) -> tuple[str, bytes]:
+        """Return the namespace, and the keys from the first page on, of what the write `op` stores.
 
         The driver calls it when it starts StorePages with request number 0 (no request's tokens).
         """
-        return self.backups.keys_put(op)
+        return self.backups.keys_stored(op)
 
     def check(self) -> None:
         """Recount everything from scratch; raise BrokenInvariant for the first contradiction."""
@@ -538,16 +538,16 @@ class Core:
                 self.queue.line_up(request)
                 state.pages_were_freed()
 
-    def put_waiting(self) -> None:
+    def store_waiting(self) -> None:
         """Start the first waiting write of full pages to storage, once no fetch needs storage any more."""
-        self.backups.put_now(next(iter(self.backups.waiting)))
+        self.backups.store_now(next(iter(self.backups.waiting)))
 
-    def put_waiting_components(self) -> None:
+    def store_waiting_components(self) -> None:
         """Start the first waiting write of component pages, once no fetch needs storage any more."""
         assert self.component_backups is not None
-        puts = self.component_backups.puts
-        put = next(iter(puts.waiting))
-        self.state.run_guarded(partial(puts.put_now, put), recover=put.abandon)
+        writes = self.component_backups.writes
+        write = next(iter(writes.waiting))
+        self.state.run_guarded(partial(writes.store_now, write), recover=write.abandon)
 
     def reclaim_and_admit(self) -> None:
         """Free the pages of loads in RECLAIMING, then grant pages to the first waiting request that fits."""
@@ -667,12 +667,12 @@ class Consequence:
     """A condition beside that."""
 
 
-def _component_puts(core: Core) -> Sized:
-    return () if core.component_backups is None else core.component_backups.puts.waiting
+def _component_writes(core: Core) -> Sized:
+    return () if core.component_backups is None else core.component_backups.writes.waiting
 
 
-def _may_put(core: Core) -> bool:
-    return not core.storage.holds_puts
+def _may_store(core: Core) -> bool:
+    return not core.storage.holds_writes
 
 
 CONSEQUENCES = (
@@ -681,8 +681,8 @@ CONSEQUENCES = (
     Consequence("A load has failed", Core.fill_failed, lambda of: of.state.failed_loads),
     Consequence("A shared transfer has progressed", Core.serve_waiters, lambda of: of.state.progressed_loads),
     Consequence("A request may be able to move on", Core.move_on, lambda of: of.state.dirty),
-    Consequence("A write was deferred", Core.put_waiting, lambda of: of.backups.waiting, _may_put),
-    Consequence("A write of components was deferred", Core.put_waiting_components, _component_puts, _may_put),
+    Consequence("A write was deferred", Core.store_waiting, lambda of: of.backups.waiting, _may_store),
+    Consequence("A write of components was deferred", Core.store_waiting_components, _component_writes, _may_store),
     Consequence("Pages were freed, or can be", Core.reclaim_and_admit, lambda of: of.state.admission_due),
     Consequence("Lent pages may have no writer any more", Core.return_lent, lambda of: of.lending.due),
     Consequence("A plan is fixed, and pages were fetched ahead", Core.release_ahead, lambda of: of.state.ahead_over),

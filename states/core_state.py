@@ -232,7 +232,7 @@ class CoreState:
         """Remove all commands of this step behind the first `count`: what emitted them is undone."""
         del self.out[count:]
 
-    def put_components_first(self, count: int) -> None:
+    def store_components_first(self, count: int) -> None:
         """Move copies of components before the other commands that follow the first `count`."""
         self.out[count:] = sorted(
             self.out[count:], key=lambda command: not (isinstance(command, CopyPages) and command.component != FULL)

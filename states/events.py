@@ -195,7 +195,7 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 
 
 class StoreRequested(Event, frozen=True, kw_only=True):
-    """This worker is about to go away: what storage lacks of all cached pages is put there, at most for `within_s`.
+    """This worker is about to go away: what storage lacks of all cached pages is stored, at most for `within_s`.
 
     It ends the run of an earlier one; with 0 it does nothing else. ReportStored returns `call`.
     """
@@ -304,16 +304,16 @@ class LayersCopied(Event, frozen=True, kw_only=True):
 
 
 class PagesStored(Event, frozen=True, kw_only=True):
-    """Storage has the first `stored` pages of a put, of which it did not have `put`. The sources are not read any more.
+    """Storage has the first `stored` pages of a write, of which it lacked `written`. The sources are not read any more.
 
-    `intact` is the number of leading source pages whose checksums match, if one does not: the others were not put.
+    `intact` is the number of leading source pages whose checksums match, if one does not: the others were not stored.
     """
 
     op: int
     stored: int
     error: str = ""
     intact: int | None = None
-    put: int = 0
+    written: int = 0
 
 
 class StorageProbed(Event, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Policies of the storage tier: which pages are fetched and for how long, which are put, and when calls pause.
+"""Policies of the storage tier: which pages are fetched and for how long, which are stored, and when calls pause.
 
 Plain values, the same in `EngineConfig.storage` and `CoreSettings`, with which a run begins. The event `PolicyChanged`
 replaces them while requests run: calls in flight continue as they began, later ones follow the new values.
@@ -61,21 +61,21 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     the host, from the host to storage.
     """
     write_hits_min: Count = 2
-    """Minimum number of prompts that a page was part of before "selective" puts it in storage."""
+    """Minimum number of prompts that a page was part of before "selective" stores it."""
     write_tokens_min: Count = 0
-    """Prefixes shorter than this are not put in storage."""
+    """Prefixes shorter than this are not stored."""
     write_back_ahead: Share = 0.1
     """Share of each pool that "back" keeps free, or evictable without losing data."""
-    put_wait_s: SecondsOrZero = 1.0
+    store_wait_s: SecondsOrZero = 1.0
     """Maximum time for which a write waits until no fetch is in flight."""
-    put_fetch_s_max: SecondsOrZero = 0.0
+    store_fetch_s_max: SecondsOrZero = 0.0
     """Writes wait as if a fetch were in flight while fetches take longer than this on average. 0: they do not."""
     renew_s: Seconds = 30.0
     """Minimum time between two notes to storage that a page is in use on the device or the host, since storage evicts
     what it believes unused. Earlier, if this worker has stored a sixteenth of the capacity. A page that storage has
     lost is stored again.
     """
-    put_host_share: Share = 0.5
+    store_host_share: Share = 0.5
     """Share of the host pool that may be in use when a write begins beside others; the rest is for reads. A write
     beyond it is left to the next one of the same prefix.
     """
@@ -102,10 +102,10 @@ class PolicyChanges(TypedDict, total=False):
     write_hits_min: Count
     write_tokens_min: Count
     write_back_ahead: Share
-    put_wait_s: SecondsOrZero
-    put_fetch_s_max: SecondsOrZero
+    store_wait_s: SecondsOrZero
+    store_fetch_s_max: SecondsOrZero
     renew_s: Seconds
-    put_host_share: Share
+    store_host_share: Share
     breaker_failures: Count
     breaker_backoff_s: Seconds
     breaker_backoff_max_s: Seconds

@@ -227,7 +227,7 @@ class World:
         def end() -> None:
             self._stored.update(missing)
             at_s = self.schedule.now_s
-            self.step(events.PagesStored(at_s=at_s, op=command.op, stored=len(names), put=len(missing)))
+            self.step(events.PagesStored(at_s=at_s, op=command.op, stored=len(names), written=len(missing)))
 
         self._writes.serve(len(missing) * self.speeds.page_bytes, end)
 

@@ -482,7 +482,7 @@ class DecodeEngine:
                 dropped, spared = await self._runtime.storage_in_use.clear(timeout_s=timeout_s)
             else:
                 dropped = await delete_stored(self._runtime, edges, joined, timeout_s=timeout_s)
-                spared = self._runtime.executor.pages_being_put
+                spared = self._runtime.executor.pages_being_stored
             answer["dropped"]["l3"], answer["spared"]["l3"] = dropped, spared
         return answer
 
@@ -585,7 +585,7 @@ class DecodeEngine:
         With `store_s`, storage gets what it lacks of all cached pages, whatever `storage.write` is, so that a successor
         finds them there: meanwhile, and after the last live request once more. Hottest prompts first, for at most
         `store_s` seconds in all, which no storage prolongs. Pages that only the device has go by way of host memory;
-        `write_tokens_min`, `write_hits_min` and `put_wait_s` still hold. With ranks, give it on the first one
+        `write_tokens_min`, `write_hits_min` and `store_wait_s` still hold. With ranks, give it on the first one
         (InvalidRequest elsewhere), for all.
         """
         self._runtime.check_open()

@@ -46,7 +46,7 @@ class CallsInFlight:
 
     def __init__(self) -> None:
         self.count = 0
-        self.pages_being_put = 0
+        self.pages_being_stored = 0
         self.is_probed = False
         """Whether a probe is in flight: a store is probed again only after its last probe has ended."""
         self._quiet = asyncio.Event()
@@ -85,7 +85,7 @@ class StorageCalls(NamedTuple):
     """What calls to storage need beside storage itself."""
 
     checks: StorageChecks
-    keys_put: Callable[[int], tuple[str, bytes]]
+    keys_stored: Callable[[int], tuple[str, bytes]]
     """Namespace and keys of the pages of a store, by the number of its operation."""
     store_timeout_s: float
     """Maximum seconds of a store and of a probe."""
@@ -179,9 +179,9 @@ class Executor:
         return self._in_flight.count
 
     @property
-    def pages_being_put(self) -> int:
+    def pages_being_stored(self) -> int:
         """Pages of the puts to the storage in use that have not ended."""
-        return self._in_flight.pages_being_put
+        return self._in_flight.pages_being_stored
 
     async def storage_is_quiet(self) -> None:
         """Wait until no call to the storage in use is in flight. Unbounded: the caller sets the deadline."""
@@ -279,7 +279,7 @@ class Executor:
 
     def _prompt_put(self, op: int) -> Prompt:
         """Return the tokens of a put after the end of its request, from the page keys of the core."""
-        namespace, keys = self._storage_calls.keys_put(op)
+        namespace, keys = self._storage_calls.keys_stored(op)
         packed = self._prompt_keys.page_keys.tokens_of(keys)
         return self._prompt_keys.prompt(packed, namespace_seed(namespace))
 
@@ -287,7 +287,7 @@ class Executor:
         self, storage: Storage, prompt: Prompt, command: commands.StorePages, in_flight: CallsInFlight
     ) -> None:
         stored, put, error, intact = 0, 0, "", None
-        in_flight.pages_being_put += len(command.host_pages)
+        in_flight.pages_being_stored += len(command.host_pages)
         try:
             first = command.first
             keys = await prompt.digests(0, first + len(command.host_pages) + command.asked)
@@ -312,9 +312,11 @@ class Executor:
         except Exception as raised:
             error = self._text_of(command, raised)
         finally:
-            in_flight.pages_being_put -= len(command.host_pages)
+            in_flight.pages_being_stored -= len(command.host_pages)
         self._post(
-            events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error, intact=intact, put=put)
+            events.PagesStored(
+                at_s=self._clock(), op=command.op, stored=stored, error=error, intact=intact, written=put
+            )
         )
 
     def _probe(self, command: commands.ProbeStorage) -> None:

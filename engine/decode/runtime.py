@@ -308,7 +308,7 @@ class Runtime:
             copiers={**full, **self.component_copiers},
             storage_calls=StorageCalls(
                 checks=checks,
-                keys_put=lambda op: self.core.keys_put(op),
+                keys_stored=lambda op: self.core.keys_stored(op),
                 store_timeout_s=config.storage.store_timeout_s,
                 query_timeout_s=config.storage.query_deadline_s,
             ),

@@ -145,7 +145,7 @@ class StorageInUse:
             self._tell(available=False)
             try:
                 await self._drain(current, deadline_s - timeout_s / 2)
-                spared = executor.pages_being_put
+                spared = executor.pages_being_stored
                 for engine in self.component_pages.values():
                     await _within(engine.clear(), engine.uri, "cleared", deadline_s)
                 return await _within(current.clear(), current.uri, "cleared", deadline_s), spared

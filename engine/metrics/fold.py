@@ -136,13 +136,13 @@ class MetricsFold:
                 self.calls_failed[name] += 1
             elif copied is not None:
                 # A copy transfers all pages or none; a storage outcome counts what it transferred.
-                count = getattr(event, "valid", getattr(event, "put", copied[2]))
+                count = getattr(event, "valid", getattr(event, "written", copied[2]))
                 self.component_pages[copied[:2]] += max(count, 0)
             elif kind is events.PagesFetched:
                 what = "from_peers" if name == "peer_fetch" else "fetched"
                 self.pages[what] += max(event.valid, 0)  # type: ignore[attr-defined]  # Just that.
             elif kind is events.PagesStored:
-                self.pages["stored"] += max(event.put, 0)  # type: ignore[attr-defined]  # Just that.
+                self.pages["stored"] += max(event.written, 0)  # type: ignore[attr-defined]  # Just that.
         for request_id, state in self.core.moves:
             self._move(request_id, state, event.at_s)
         for command in given:

@@ -66,11 +66,11 @@ COUNTS = (
     "store_component_pages_failed",
     "store_component_pages_late",
     "store_component_pages_present",
-    "store_component_pages_put",
+    "store_component_pages_written",
     "store_pages_failed",
     "store_pages_late",
     "store_pages_present",
-    "store_pages_put",
+    "store_pages_written",
     "store_pages_skipped",
     "store_rooms_declined",
     "store_rooms_skipped",
@@ -343,7 +343,7 @@ class PromptStore:
             **prefix_of(kind.storage, keys[: positions[0]]),
         )
         put = 0 if stored is None else sum(stored)
-        self.counts[f"{kind.what}_put"] += put
+        self.counts[f"{kind.what}_written"] += put
         self.counts[f"{kind.what}_failed"] += len(positions) - put
 
     def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:

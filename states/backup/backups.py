@@ -1,23 +1,23 @@
 """Backups: writing what finished requests leave on the device to the host and to storage.
 
 A backup walks the path of a finished request from the root. The first run of pages without a host copy is copied to new
-host pages; after the copy these join the tree. Then the pages of the path that are on the host are put in storage, as
+host pages; after the copy these join the tree. Then the pages of the path that are on the host are stored, as
 far as it lacks them. A backup takes as many host pages as eviction can free: if there are too few it stops there, and
 nothing else suffers.
 
 *Stored* is a belief. Storage evicts what it does not see in use, and a hit on the device or the host is not seen there.
-So a put names the whole path: storage is asked for all of it, is told that it is in use, and is given what it lacks.
-Without anything to put, a path that was not named in the present period (`StorageAdmission.renewal`) is named as well.
+So a write names the whole path: storage is asked for all of it, is told that it is in use, and is given what it lacks.
+Without anything to store, a path that was not named in this period (`StorageAdmission.renewal`) is named as well.
 Where storage has a gap, the marks of all pages behind it are dropped: without their beginning they are worthless.
 
 Ownership. From its start until the copy has ended, a backup holds a device receipt for the path, so no page under copy
 can be evicted, and a host receipt for the part of the path that is on the host already. It owns the new host pages
-until they join the tree. A put owns no pages: a host receipt protects those that it reads until it has ended. The host
-pages of a retracted request are protected by one more receipt, until the request resumes or is dropped.
+until they join the tree. A write owns no pages: a host receipt protects those that it reads until it has ended. The
+host pages of a retracted request have one more receipt, until the request resumes or is dropped.
 
 Before this worker goes away, `tidekv.states.backup.store_all` starts backups of all paths that storage lacks.
 
-With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts start for
+With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and writes start for
 leaves that are about to be evicted, and each backup ends after its one step.
 
 Ranges are counted in pages from the root, never in nodes, because nodes may split while a copy is in flight.
@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyPages, ForgetTokens, ReportRetracted, StorePages
-from tidekv.states.components.backups import ComponentPut
+from tidekv.states.components.backups import ComponentWrite
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import Measurement
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 STORE_DEADLINE_S = 60.0
 AHEAD_MAX = 4
-"""Maximum copies ahead of eviction in flight, and as many puts. What they hold cannot be evicted meanwhile."""
+"""Maximum copies ahead of eviction in flight, and as many writes. What they hold cannot be evicted meanwhile."""
 
 
 class Backup:
-    """Operation: the current step of a backup, which is a copy to the host, a put to storage, or the wait before a put.
+    """Operation: the current step of a backup: a copy to the host, a write to storage, or the wait before a write.
 
     The path is that of a finished or retracted request or, without a request, that of a leaf about to be evicted.
     """
@@ -89,11 +89,11 @@ class Backup:
         self.brought = False
         """Whether a page has got another copy by this backup."""
         self.stores_all = False
-        """Whether it puts its path in storage whatever `write` says, since this worker is about to go away."""
+        """Whether it stores its path whatever `write` says, since this worker is about to go away."""
         self.was_declined = False
-        """Whether its put did not begin, since the host memory that others hold is too much."""
+        """Whether its write did not begin, since the host memory that others hold is too much."""
         self.has_failed = False
-        """Whether a copy or a put of it has failed."""
+        """Whether a copy or a write of it has failed."""
         self.retracts = retracts
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
@@ -110,7 +110,7 @@ class Backup:
     def ended(self, event: Outcome, error: str) -> None:
         """Continue with the write to storage after a copy; end after the write."""
         if self.storing:
-            self._backups.stored(self, self._backups.storage.put_ended(event), event)
+            self._backups.stored(self, self._backups.storage.store_ended(event), event)
             if isinstance(event, PagesStored) and event.intact is not None:
                 self._backups.drop_damaged(self, event.intact)
         else:
@@ -134,12 +134,12 @@ class Backups:
         self._component_pages = component_pages
         self._live: dict[Backup, None] = {}
         self.waiting: dict[Backup, None] = {}
-        """Puts that wait for fetches to end, oldest first."""
+        """Writes that wait for fetches to end, oldest first."""
         self._retracted: dict[str, tuple[Receipt, Callable[[], None]] | None] = {}
         """By request: the receipt of its host pages, and the call that gives it back. None: it holds nothing."""
         self._retracting: dict[str, Backup] = {}
         self.pages_marked = 0
-        """Pages that puts have marked as stored so far, each time that they were not."""
+        """Pages that writes have marked as stored so far, each time that they were not."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -202,24 +202,24 @@ class Backups:
         backup.copies_ahead = True
         self._start(backup, self._begin)
 
-    def put_ahead(self, leaf: Node) -> None:
-        """Put the path to `leaf`, which is on the host completely, in storage, unless too many puts are in flight."""
+    def store_ahead(self, leaf: Node) -> None:
+        """Store the path to `leaf`, which is on the host completely, unless too many writes are in flight."""
         if (
             sum(not (backup.request_number or backup.copies_ahead or backup.renews) for backup in self._live)
             < AHEAD_MAX
         ):
-            self._start(Backup(self, None, leaf), self._begin_put)
+            self._start(Backup(self, None, leaf), self._begin_store)
 
     def renew(self, leaf: Node) -> None:
         """Tell storage that what it has of the path to `leaf` is in use, if that is due, and find out what it has lost.
 
-        What is lost is put again as far as it is on the host.
+        What is lost is stored again as far as it is on the host.
         """
         # A cache tier never fails a request.
         self._state.run_guarded(partial(self._renew, leaf), recover=lambda: None)
 
     def _renew(self, leaf: Node) -> None:
-        if self.storage.is_usable and self._to_put(leaf, renews=True).is_due:
+        if self.storage.is_usable and self._to_store(leaf, renews=True).is_due:
             backup = Backup(self, None, leaf)
             backup.renews = True
             self._start(backup, self._begin_renewal)
@@ -229,28 +229,28 @@ class Backups:
         if sum(backup.renews for backup in self._live) < AHEAD_MAX:
             self.renew(leaf)
 
-    def put_path(self, leaf: Node) -> None:
-        """Put the path to `leaf`, which is on the host completely, in storage; with write-back, what it had before."""
+    def store_path(self, leaf: Node) -> None:
+        """Store the path to `leaf`, which is on the host completely; with write-back, what it had before."""
         if self._state.settings.write == "back":
             self.renew(leaf)
         elif self.storage.is_usable:
-            self._start(Backup(self, None, leaf), self._begin_put)
+            self._start(Backup(self, None, leaf), self._begin_store)
 
     def store(self, leaf: Node) -> Backup:
-        """Put the path to `leaf` in storage, pages that only the device has by way of the host, and the component pages
-        at its end. Returns the backup, which may have ended already.
+        """Store the path to `leaf`, pages that only the device has by way of the host, and the component pages at its
+        end. Returns the backup, which may have ended already.
         """
         backup = Backup(self, None, leaf)
         backup.stores_all = True
-        self._start(backup, self._begin_put if leaf.device is None else self._begin)
+        self._start(backup, self._begin_store if leaf.device is None else self._begin)
         return backup
 
-    def keys_put(self, op: int) -> tuple[str, bytes]:
+    def keys_stored(self, op: int) -> tuple[str, bytes]:
         """Namespace and keys, from the first page on, of an operation without a request, or of component pages."""
         backup = self._state.operations[op]
         if isinstance(backup, Measurement):
             return backup.namespace, backup.keys
-        assert isinstance(backup, Backup | ComponentPut)
+        assert isinstance(backup, Backup | ComponentWrite)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
 
     def _start(self, backup: Backup, begin: Callable[[Backup], None], request: Request | None = None) -> None:
@@ -263,16 +263,16 @@ class Backups:
         backup.fallbacks = request.fallbacks.made
         self.abandon(backup)
 
-    def _begin_put(self, backup: Backup) -> None:
+    def _begin_store(self, backup: Backup) -> None:
         self._pin(backup, backup.leaf)
-        self._put_in_turn(backup)
+        self._store_in_turn(backup)
 
     def _begin_renewal(self, backup: Backup) -> None:
         if backup.leaf.device is not None:
             # What is on the device only has to stay in the tree until storage has answered.
             backup.lock = self._state.index.lock(backup.leaf)
         self._pin(backup, self._host_leaf(backup.leaf))
-        self._put_in_turn(backup)
+        self._store_in_turn(backup)
 
     def _begin(self, backup: Backup) -> None:
         leaf = backup.leaf
@@ -301,11 +301,11 @@ class Backups:
         self._copied(backup)
 
     def stored(self, backup: Backup, stored: int, event: Outcome) -> None:
-        """Mark what storage has of the path, drop the marks of the rest, and start the puts of component pages."""
+        """Mark what storage has of the path, drop the marks of the rest, and start the writes of component pages."""
         state, renewal = self._state, self.storage.renewal()
-        put = max(event.put, 0) if isinstance(event, PagesStored) else 0
-        state.count("pages_stored", put)
-        state.count("pages_stored_again", max(put - backup.unmarked, 0))
+        written = max(event.written, 0) if isinstance(event, PagesStored) else 0
+        state.count("pages_stored", written)
+        state.count("pages_stored_again", max(written - backup.unmarked, 0))
         has_answered = isinstance(event, PagesStored) and not event.error
         backup.has_failed |= not has_answered or (isinstance(event, PagesStored) and event.intact is not None)
         for node in state.index.path(backup.leaf):
@@ -319,12 +319,12 @@ class Backups:
                 # With write-back, its only other copy may be the one that storage has lost.
                 backup.brought = True
         if self._component_pages is not None:
-            self._component_pages.puts.begin(backup.leaf)
+            self._component_pages.writes.begin(backup.leaf)
         self.storage.measure(backup.leaf, min(stored, backup.leaf.depth_pages))
         self._end(backup)
 
     def drop_damaged(self, backup: Backup, intact: int) -> None:
-        """Drop from host memory what follows the first `intact` pages of a put that has ended: a page is damaged.
+        """Drop from host memory what follows the first `intact` pages of a write that has ended: a page is damaged.
 
         Unless a receipt protects it: then the next copy of it finds the damage again.
         """
@@ -364,19 +364,19 @@ class Backups:
         self._retracted.pop(request_id, None)
 
     def is_late(self, backup: Backup) -> None:
-        """Start a put that still waits; count a put or copy in flight as late. It keeps its receipts until it ends."""
+        """Start a write that still waits; count a write or copy in flight as late, which keeps its receipts."""
         if backup in self.waiting:
-            self.put_now(backup)
+            self.store_now(backup)
             return
         self._state.count("backups_late")
         if backup.storing:
             self.storage.note(failed=True)
 
-    def put_now(self, backup: Backup) -> None:
-        """Start a waiting put although fetches are in flight."""
+    def store_now(self, backup: Backup) -> None:
+        """Start a waiting write although fetches are in flight."""
         del self.waiting[backup]
         self._state.operations.pop(backup.op, None)
-        self._state.run_guarded(partial(self._put_late, backup), recover=backup.abandon)
+        self._state.run_guarded(partial(self._store_late, backup), recover=backup.abandon)
 
     # --- Steps ---
 
@@ -422,44 +422,44 @@ class Backups:
             self._component_pages.begin(host_leaf)
         if backup.retracts:
             self._report_retracted(backup, host_leaf)
-        puts = self.storage.is_usable and (state.settings.write != "back" or backup.stores_all)
-        self._pin(backup, host_leaf if puts else None)
+        stores = self.storage.is_usable and (state.settings.write != "back" or backup.stores_all)
+        self._pin(backup, host_leaf if stores else None)
         self._unlock(backup)
         if backup.pin is None:
             self._end(backup)
             return
         assert host_leaf is not None
         backup.leaf = host_leaf
-        self._put_in_turn(backup)
+        self._store_in_turn(backup)
 
-    def _put_in_turn(self, backup: Backup) -> None:
+    def _store_in_turn(self, backup: Backup) -> None:
         state = self._state
-        # Waiting puts hold host pages too, so they count like those in flight.
+        # Waiting writes hold host pages too, so they count like those in flight.
         others = bool(self.waiting) or any(other.storing for other in self._live)
-        if not self.storage.may_put_beside(others):
+        if not self.storage.may_store_beside(others):
             backup.was_declined = True
             self._end(backup)
             return
-        path = self._to_put(backup.leaf, renews=backup.renews)
-        if state.settings.put_wait_s and self.storage.holds_puts and path.is_due:
+        path = self._to_store(backup.leaf, renews=backup.renews)
+        if state.settings.store_wait_s and self.storage.holds_writes and path.is_due:
             self.waiting[backup] = None
-            backup.op = state.start_operation(backup, deadline_s=state.settings.put_wait_s)
+            backup.op = state.start_operation(backup, deadline_s=state.settings.store_wait_s)
         else:
-            self._put(backup, path)
+            self._store(backup, path)
 
-    def _put_late(self, backup: Backup) -> None:
-        # Another backup may have put a part of its path meanwhile.
-        self._put(backup, self._to_put(backup.leaf, renews=backup.renews))
+    def _store_late(self, backup: Backup) -> None:
+        # Another backup may have stored a part of its path meanwhile.
+        self._store(backup, self._to_store(backup.leaf, renews=backup.renews))
 
-    def _put(self, backup: Backup, path: PathToPut) -> None:
+    def _store(self, backup: Backup, path: PathToStore) -> None:
         state = self._state
         if not path.is_due or not self.storage.is_usable:
             if backup.stores_all and self._component_pages is not None:
-                self._component_pages.puts.begin(backup.leaf)
+                self._component_pages.writes.begin(backup.leaf)
             self._end(backup)
             return
         if backup.renews:
-            # While it waited, another backup may have brought more of the path to the host: that is put as well.
+            # While it waited, another backup may have brought more of the path to the host: that is stored as well.
             self._pin(backup, self._host_leaf(backup.leaf))
         backup.unmarked = path.unmarked
         backup.op = state.start_operation(backup, deadline_s=STORE_DEADLINE_S)
@@ -537,12 +537,12 @@ class Backups:
             leaf = leaf.parent
         return None if leaf.is_root else leaf
 
-    def _to_put(self, leaf: Node, *, renews: bool = False) -> PathToPut:
-        """What a put of the path names: its pages from the first on, as far as the policy allows. With `renews`, as far
-        as storage is believed to have them.
+    def _to_store(self, leaf: Node, *, renews: bool = False) -> PathToStore:
+        """Return what a write of the path names: its first pages, as far as the policy allows; with `renews`, as far as
+        storage is believed to have them.
         """
         settings, is_stored = self._state.settings, self._state.index.tree.is_stored
-        path = PathToPut()
+        path = PathToStore()
         if leaf.depth_pages * settings.page_size < settings.write_tokens_min:
             return path
         for node in self._state.index.path(leaf):
@@ -559,7 +559,7 @@ class Backups:
         return path
 
 
-class PathToPut:
+class PathToStore:
     """Leading pages of a path: on the host, then in storage only as far as is known."""
 
     __slots__ = ("asked", "host_pages", "is_due", "unmarked")

@@ -2,7 +2,7 @@
 
 With lent device pages the prefix index never has them, so no finished request can be backed up. The embedder offers its
 pages instead. The part that host memory lacks is copied to new host pages, which join the tree after the copy, and the
-path is then put in storage as by any other backup.
+path is then stored as by any other backup.
 
     offered pages   [ in host memory | under way by an earlier offer | copied by this one | declined: no host page ]
 
@@ -166,8 +166,8 @@ class Offers:
         if count:
             self._copy(offer, event.pages[offer.base - first :][:count])
         elif not lacking and offer.follows is None:
-            # An earlier put of these pages may have failed, or their storage may be gone.
-            self._backups.put_path(leaf)
+            # An earlier write of these pages may have failed, or their storage may be gone.
+            self._backups.store_path(leaf)
         if offer.components is not None:
             offer.components.begin(is_reached=count == lacking)
         for group, pages in offer.pages_read.items():
@@ -246,7 +246,7 @@ class Offers:
         for other in [other for other in self._live if other.follows is offer]:
             self._continue(other)
         if leaf is not None and offer.copied:
-            self._backups.put_path(leaf)
+            self._backups.store_path(leaf)
         if offer.pin is not None:
             state.index.unpin(offer.pin)
             offer.pin = None

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import ReportStored
-from tidekv.states.components.backups import ComponentBackup, ComponentPut
+from tidekv.states.components.backups import ComponentBackup, ComponentWrite
 from tidekv.states.core_state import STORE, Continuation
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.rollback import Rollback
@@ -94,7 +94,7 @@ class StoreRun:
         self.started: dict[Backup, Node] = {}
         """Its backups that are not known to have ended, with the ends that they were begun for."""
         self.declined: dict[Node, None] = {}
-        """Ends whose put did not begin beside others; they get another turn when these have ended."""
+        """Ends whose write did not begin beside others; they get another turn when these have ended."""
         self.failed: dict[Node, None] = {}
         """Nodes whose last write failed."""
         self.present = 0
@@ -286,7 +286,7 @@ class StoreAll:
     # --- Writes ---
 
     def _writes(self) -> int:
-        kinds = (Backup, ComponentBackup, ComponentPut)
+        kinds = (Backup, ComponentBackup, ComponentWrite)
         return sum(isinstance(operation, kinds) for operation in self._state.operations.values())
 
     def _take_ended(self, run: StoreRun) -> None:

@@ -15,15 +15,15 @@ none either:
 - on the device by a backup of its path that ends after the copy to the host. Copies stay closed under ancestors,
   because a backup walks from the root. No page under copy can be evicted, because a backup holds a device receipt
   until the copy has ended;
-- on the host by a put of its path to storage, under a host receipt. Its request may have ended long ago: the put's page
-  names come from the keys of the path (`Core.keys_put`).
+- on the host by a write of its path to storage, under a host receipt. Its request may have ended long ago: page names
+  come from the keys of the path (`Core.keys_stored`).
 
 A copy to the host may evict other copies there, whose pages would then be copied again, without end if the host is too
 small for the share. So each time that pages are taken or left, at most as many pages as the share has may be copied
 (`write_credit`).
 
 While a whole share is free, nothing is examined: pages that need no room are written nowhere, and are lost with the
-process. Eviction that is faster than the copies drops pages; they are counted by tier. A copy or put without a result
+process. Eviction that is faster than the copies drops pages; they are counted by tier. A copy or write without a result
 (no host page, an error, a forbidding policy) is not followed by another before something else happens.
 """
 
@@ -51,7 +51,7 @@ class WriteBack:
         state.index.on_evict.append(self._note_eviction)
 
     def look(self) -> None:
-        """Start the copies and puts that are due. Safe to call again after a raise."""
+        """Start the copies and writes that are due. Safe to call again after a raise."""
         state = self._state
         state.begin_ahead(WRITE_BACK)
         if state.settings.write != "back" or not state.settings.host_pages:
@@ -70,7 +70,7 @@ class WriteBack:
             return
         for node in self._first_to_go("host"):
             if not self._storage.is_renewed(node):
-                self._backups.put_ahead(node)
+                self._backups.store_ahead(node)
 
     def _first_to_go(self, tier: TierName) -> list[Node]:
         """The leaves that eviction takes first, as many as fill the part of the share that is not free."""

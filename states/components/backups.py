@@ -7,14 +7,14 @@ Copies to the host. A backup of full pages (`tidekv.states.backup.backups`) that
 a copy of each component's pages at that boundary. The copy covers the whole set or does not start: the device must have
 all pages that the host lacks, and the host must have room for them. From its start to the outcome of its command, a
 copy owns its new host pages and holds two receipts: a device lock on the source, and a host pin on the path that the
-pages will join. The copied pages then join the index, and the put to storage starts.
+pages will join. The copied pages then join the index, and the write to storage starts.
 
-Puts to storage. A put starts when the later of two conditions becomes true: the host has all component pages of the
+Writes to storage. A write starts when the later of two conditions becomes true: the host has all component pages of the
 boundary, and storage has all full pages up to it. Therefore storage has no component pages where the write policy keeps
-the full pages out. A put owns no pages; a host pin keeps the pages that it reads until it has ended. Like every put, it
-waits while fetches are in flight.
+the full pages out. A write owns no pages; a host pin keeps the pages that it reads until it has ended. It waits while
+fetches are in flight.
 
-The request may have ended before its put: the put's page names come from the token keys of the path (`Core.keys_put`).
+The request may have ended before its write: page names come from the token keys of the path (`Core.keys_stored`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 STORE_DEADLINE_S = 60.0
 
 
-class ComponentPut:
-    """Operation: a put of one component's pages at the end of `leaf`, or the wait before it."""
+class ComponentWrite:
+    """Operation: a write of one component's pages at the end of `leaf`, or the wait before it."""
 
-    __slots__ = ("_puts", "component", "first", "host_pages", "leaf", "op", "pin")
+    __slots__ = ("_writes", "component", "first", "host_pages", "leaf", "op", "pin")
 
-    def __init__(self, puts: ComponentPuts, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
-        self._puts = puts
+    def __init__(self, writes: ComponentWrites, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
+        self._writes = writes
         self.component = component
         self.leaf = leaf
         self.first = first
@@ -55,32 +55,32 @@ class ComponentPut:
 
     def ended(self, event: Outcome, error: str) -> None:
         """Record how many of the pages are stored, and release the pin."""
-        self._puts.storage.put_ended(event)
-        self._puts.ended(self, event.put if isinstance(event, PagesStored) else 0)
+        self._writes.storage.store_ended(event)
+        self._writes.ended(self, event.written if isinstance(event, PagesStored) else 0)
 
     def late(self) -> None:
-        """Start a put that still waits for fetches; count a put in flight as late."""
-        self._puts.is_late(self)
+        """Start a write that still waits for fetches; count a write in flight as late."""
+        self._writes.is_late(self)
 
     def abandon(self) -> None:
         """Release the pin."""
-        self._puts.give_up(self)
+        self._writes.give_up(self)
 
 
-class ComponentPuts:
-    """Starts, delays and ends the puts of component pages."""
+class ComponentWrites:
+    """Starts, delays and ends the writes of component pages."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
         self.storage = storage
         self._index = index
-        self.waiting: dict[ComponentPut, None] = {}
-        """Puts that wait for fetches to end, oldest first."""
-        self._live: dict[ComponentPut, None] = {}
-        """Puts that hold a pin, waiting ones included."""
+        self.waiting: dict[ComponentWrite, None] = {}
+        """Writes that wait for fetches to end, oldest first."""
+        self._live: dict[ComponentWrite, None] = {}
+        """Writes that hold a pin, waiting ones included."""
 
     def begin(self, leaf: Node, components: Iterable[str] = ()) -> None:
-        """Put the component pages at the end of `leaf` in storage: for the named components, or for all.
+        """Store the component pages at the end of `leaf`: those of the named components, or of all.
 
         Skips components whose pages the host does not have completely, and does nothing unless storage has the full
         pages. Raises only BrokenInvariant, because a cache tier never fails a request.
@@ -93,65 +93,67 @@ class ComponentPuts:
                 first, pages = self._index.trailing_pages_of("host", name, leaf)
                 if len(pages) == leaf.depth_pages - first:
                     ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
-                    self._start(ComponentPut(self, name, leaf, first, ordered))
+                    self._start(ComponentWrite(self, name, leaf, first, ordered))
 
-    def _start(self, put: ComponentPut) -> None:
+    def _start(self, write: ComponentWrite) -> None:
         state = self._state
         with Rollback() as undo:
-            put.pin = self._index.pin(put.leaf, self._index.firsts(put.leaf.depth_pages))
-            undo.callback(self._index.unpin, put.pin)
-            # Puts at one leaf pin the same path. Only puts elsewhere take additional host pages away from reads.
-            if not self.storage.may_put_beside(any(other.leaf is not put.leaf for other in self._live)):
+            write.pin = self._index.pin(write.leaf, self._index.firsts(write.leaf.depth_pages))
+            undo.callback(self._index.unpin, write.pin)
+            # Writes at one leaf pin the same path. Only writes elsewhere take additional host pages away from reads.
+            if not self.storage.may_store_beside(any(other.leaf is not write.leaf for other in self._live)):
                 # Not by the rollback, which a raise would leave with the pin still held.
                 undo.keep()
-                state.run_guarded(partial(self.give_up, put))
+                state.run_guarded(partial(self.give_up, write))
                 return
-            if state.settings.put_wait_s and self.storage.holds_puts:
-                put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)
-                self.waiting[put] = None
+            if state.settings.store_wait_s and self.storage.holds_writes:
+                write.op = state.start_operation(write, deadline_s=state.settings.store_wait_s)
+                self.waiting[write] = None
             else:
-                self._put(put)
-            self._live[put] = None
+                self._store(write)
+            self._live[write] = None
             undo.keep()
 
-    def _put(self, put: ComponentPut) -> None:
+    def _store(self, write: ComponentWrite) -> None:
         state = self._state
         with Rollback() as undo:
-            op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
+            op = state.start_operation(write, deadline_s=STORE_DEADLINE_S)
             undo.callback(state.operations.pop, op)
             state.emit(
-                StorePages(op=op, request_number=0, component=put.component, first=put.first, host_pages=put.host_pages)
+                StorePages(
+                    op=op, request_number=0, component=write.component, first=write.first, host_pages=write.host_pages
+                )
             )
             undo.keep()
-        put.op = op
+        write.op = op
 
-    def put_now(self, put: ComponentPut) -> None:
-        """Start a waiting put although fetches are in flight. After a raise, `give_up` ends it."""
-        self.waiting.pop(put, None)
-        self._state.operations.pop(put.op, None)
+    def store_now(self, write: ComponentWrite) -> None:
+        """Start a waiting write although fetches are in flight. After a raise, `give_up` ends it."""
+        self.waiting.pop(write, None)
+        self._state.operations.pop(write.op, None)
         if self.storage.keeps_components:
-            self._put(put)
+            self._store(write)
         else:
-            self.give_up(put)
+            self.give_up(write)
 
-    def is_late(self, put: ComponentPut) -> None:
-        """Start a put that still waits; count one in flight as late. The latter keeps its pin until it ends."""
-        if put in self.waiting:
-            self._state.run_guarded(partial(self.put_now, put), recover=put.abandon)
+    def is_late(self, write: ComponentWrite) -> None:
+        """Start a write that still waits; count one in flight as late. The latter keeps its pin until it ends."""
+        if write in self.waiting:
+            self._state.run_guarded(partial(self.store_now, write), recover=write.abandon)
             return
         self._state.count("backups_late")
         self.storage.note(failed=True)
 
-    def ended(self, put: ComponentPut, written: int) -> None:
-        """Count the pages that storage did not have, and release the pin. After a raise, `give_up` ends the put."""
-        self._state.count("component_pages_stored", max(0, min(written, len(put.host_pages))))
-        self.give_up(put)
+    def ended(self, write: ComponentWrite, written: int) -> None:
+        """Count the pages that storage did not have, and release the pin. After a raise, `give_up` ends the write."""
+        self._state.count("component_pages_stored", max(0, min(written, len(write.host_pages))))
+        self.give_up(write)
 
-    def give_up(self, put: ComponentPut) -> None:
+    def give_up(self, write: ComponentWrite) -> None:
         """Release the pin: nothing reads the pages any more. Safe to call again after a raise."""
-        assert put.pin is not None
-        self._index.unpin(put.pin)
-        self._live.pop(put, None)
+        assert write.pin is not None
+        self._index.unpin(write.pin)
+        self._live.pop(write, None)
         self._state.pages_were_freed()
         self._state.may_store()
 
@@ -182,18 +184,18 @@ class ComponentBackup:
         """All host pages of the boundary, from position `first` on: new ones and those that the index had."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Add the pages to the index, and start their put to storage."""
+        """Add the pages to the index, and start their write to storage."""
         self._backups.ended(self, error)
-        self._backups.puts.begin(self.node, (self.component,))
+        self._backups.writes.begin(self.node, (self.component,))
 
     def late(self) -> None:
         """Count the copy as late. It keeps its pages and receipts until it ends."""
         self._backups.is_late()
 
     def abandon(self) -> None:
-        """Give back what the copy holds, and put in storage what the host already has."""
+        """Give back what the copy holds, and store what the host already has."""
         self._backups.give_up(self)
-        self._backups.puts.begin(self.node, (self.component,))
+        self._backups.writes.begin(self.node, (self.component,))
 
 
 class ComponentBackups:
@@ -202,7 +204,7 @@ class ComponentBackups:
     def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
         self._index = index
-        self.puts = ComponentPuts(state, storage, index)
+        self.writes = ComponentWrites(state, storage, index)
 
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the component pages at the end of `leaf`.

@@ -2,7 +2,7 @@
 
 An offer has the component pages of its end: all pages of a window that a computation which continues there needs, the
 record of a state. Those that host memory lacks are copied beside the full pages (`tidekv.states.backup.offers`). They
-join the index when the full pages before that end are in host memory, and are then put in storage by the rules of
+join the index when the full pages before that end are in host memory, and are then stored by the rules of
 `tidekv.states.components.backups`.
 
 A component is declined if host memory has no room for its pages, if a copy failed, or if the full pages do not get
@@ -146,7 +146,7 @@ class OfferedComponents:
         self._state.count("backups_late")
 
     def join(self, leaf: Node) -> None:
-        """Let the copied pages join the index, if `leaf` is the offered end, and begin their puts. Raises nothing but
+        """Let the copied pages join the index, if `leaf` is the offered end, and begin their writes. Raises nothing but
         BrokenInvariant: a component of which the index does not get all pages is declined.
         """
         if leaf.depth_pages == self._end:
@@ -165,7 +165,7 @@ class OfferedComponents:
         if len(pages) < leaf.depth_pages - first:
             self._decline(copy.component)
         else:
-            self._backups.puts.begin(leaf, (copy.component,))
+            self._backups.writes.begin(leaf, (copy.component,))
 
     def give_up(self) -> None:
         """Give back the host pages that have not joined the index. Can be called again after an exception."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from tidekv.states import events
 from tidekv.states.backup.backups import Backup
 from tidekv.states.backup.offers import Offer
-from tidekv.states.components.backups import ComponentBackup, ComponentPut
+from tidekv.states.components.backups import ComponentBackup, ComponentWrite
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.missing import LateComponentCopy
 from tidekv.states.components.offered import OfferedCopy
@@ -390,7 +390,7 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
     for owner in core.state.operations.values():
         if isinstance(owner, ComponentBackup | LateComponentCopy):
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
-        elif isinstance(owner, ComponentPut) and owner.pin is not None:
+        elif isinstance(owner, ComponentWrite) and owner.pin is not None:
             receipts.append(owner.pin.full)
         elif isinstance(owner, LateCopy):
             receipts.append(owner.pin)

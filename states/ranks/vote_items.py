@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NO_ERROR = 255
 COUNT_MAX = 1 << 40
-PUT_BITS = 20
-PUT_MAX = (1 << PUT_BITS) - 1
+WRITTEN_BITS = 20
+WRITTEN_MAX = (1 << WRITTEN_BITS) - 1
 LOST_RANK = "a rank was lost"
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
 """Causes of an abort. A slot holds an index into them; any other cause counts as the first."""
@@ -70,7 +70,7 @@ class OperationVote:
         elif not vote_vector.value(self.slot):
             count = next((getattr(event, name) for name in ("found", "valid", "stored") if hasattr(event, name)), 0)
             if isinstance(event, events.PagesStored):
-                count = max(count, 0) << PUT_BITS | min(max(event.put, 0), PUT_MAX)
+                count = max(count, 0) << WRITTEN_BITS | min(max(event.written, 0), WRITTEN_MAX)
             if self.kind in (commands.CopyPages, commands.SharePages):
                 # The fewest intact pages of all ranks count: every rank drops the same pages from host memory.
                 intact = getattr(event, "intact", None)
@@ -96,9 +96,11 @@ class OperationVote:
         if kind is commands.FetchPages:
             return [events.PagesFetched(at_s=at_s, op=self.op, valid=count, error=error)]
         if kind is commands.StorePages:
-            # `put` is that of a rank that has stored the fewest pages: it only counts.
+            # `written` is that of a rank that has stored the fewest pages: it only counts.
             return [
-                events.PagesStored(at_s=at_s, op=self.op, stored=count >> PUT_BITS, put=count & PUT_MAX, error=error)
+                events.PagesStored(
+                    at_s=at_s, op=self.op, stored=count >> WRITTEN_BITS, written=count & WRITTEN_MAX, error=error
+                )
             ]
         if kind is commands.ProbeStorage:
             return [events.StorageProbed(at_s=at_s, op=self.op, error=error)]

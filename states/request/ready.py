@@ -89,7 +89,7 @@ class Serving:
         are many.
         """
         if event.namespace is not None and "l3" in event.tiers:
-            # First: a page that is spared below may be used again, and must then be put again.
+            # First: a page that is spared below may be used again, and must then be stored again.
             self._state.index.forget_stored_of(event.namespace)
         dropped = {tier: 0 for tier in event.tiers if tier != "l3"}
         self._state.begin_work(partial(self._flush, event, dropped, dict(dropped), list(dropped)))

@@ -291,7 +291,7 @@ class Restore:
                 self._component_pages.begin(request, plan, plan.host_node, undo)
                 if request.early.is_wanted:
                     # Copies run one after the other, and the first layer is of no use without the component pages.
-                    state.put_components_first(commands_before)
+                    state.store_components_first(commands_before)
             published = self._shared.publish(request, plan, undo)
             # Take the longer lock before releasing the shorter one: whichever call raises, the pages stay protected.
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])

@@ -127,7 +127,7 @@ class StorageQuery:
 
 
 class Measurement(LateFetch):
-    """Operation: a read of pages that were just put, for no request, to learn how fast storage is.
+    """Operation: a read of pages that were just stored, for no request, to learn how fast storage is.
 
     It owns its host pages. `keys` name the pages: their path may leave the tree at once.
     """
@@ -218,10 +218,10 @@ class StorageAdmission(FetchSource):
         self._renewal = 1
         self._renewal_begun_s = float("-inf")
         self._renewal_pages = float("inf")
-        """Pages put after which a period ends."""
+        """Pages stored after which a period ends."""
         self.capacity_pages = 0
         """Full pages that the attached storage can hold; 0: unknown."""
-        self._put_since = 0
+        self._stored_since = 0
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
@@ -248,9 +248,9 @@ class StorageAdmission(FetchSource):
         """
         state = self._state
         is_over = state.now_s - self._renewal_begun_s >= state.settings.renew_s
-        if is_over or self._put_since >= self._renewal_pages:
+        if is_over or self._stored_since >= self._renewal_pages:
             self._renewal += 1
-            self._renewal_begun_s, self._put_since = state.now_s, 0
+            self._renewal_begun_s, self._stored_since = state.now_s, 0
         return self._renewal
 
     def is_renewed(self, node: Node) -> bool:
@@ -348,17 +348,17 @@ class StorageAdmission(FetchSource):
     # --- Fetches in flight ---
 
     @property
-    def holds_puts(self) -> bool:
-        """Whether puts must wait: a fetch is in flight, or fetches take longer than the policy allows."""
+    def holds_writes(self) -> bool:
+        """Whether writes must wait: a fetch is in flight, or fetches take longer than the policy allows."""
         if self.fetching or self.ahead_in_flight:
             return True
-        bound_s = self._state.settings.put_fetch_s_max
+        bound_s = self._state.settings.store_fetch_s_max
         return self.is_measured and 0 < bound_s < self._throughput.fetch_s
 
-    def may_put_beside(self, others: bool) -> bool:
-        """Whether a put, whose host pages are pinned already, may begin. Without others it always may."""
+    def may_store_beside(self, others: bool) -> bool:
+        """Whether a write, whose host pages are pinned already, may begin. Without others it always may."""
         state = self._state
-        room = state.settings.put_host_share * state.settings.host_pages
+        room = state.settings.store_host_share * state.settings.host_pages
         if not others or state.index.host_protected <= room:
             return True
         state.count("l3_puts_declined")
@@ -434,12 +434,12 @@ class StorageAdmission(FetchSource):
         self.call_ended(event)
         return event.valid if isinstance(event, PagesFetched) else 0
 
-    def put_ended(self, event: Outcome) -> int:
-        """Count the outcome of a put; returns how many of its pages are stored, from the first on."""
+    def store_ended(self, event: Outcome) -> int:
+        """Count the outcome of a write; returns how many of its pages are stored, from the first on."""
         self.call_ended(event)
         if not isinstance(event, PagesStored):
             return 0
-        self._put_since += max(event.put, 0)
+        self._stored_since += max(event.written, 0)
         return event.stored
 
     def note(self, *, failed: bool) -> None:
@@ -476,8 +476,8 @@ class StorageAdmission(FetchSource):
         else:
             self._state.count("l3_breaker_closed")
             self.op = 0
-            # Puts are due again. Copies to the host are not: they did not wait for storage, and a new credit at each
-            # closing would let a storage that fails every put cause copies without end.
+            # Writes are due again. Copies to the host are not: they did not wait for storage, and a new credit at each
+            # closing would let a storage that fails every write cause copies without end.
             self._state.may_write_back()
             self._state.may_store()
 

@@ -205,7 +205,7 @@ async def test_what_prefill_stores_is_what_decode_looks_for(tmp_path: Path) -> N
     async with bench(prefill_storage=uri) as rig:
         await rig.answer(prompt, [1])
         await rig.peer.wait_stored()
-        assert rig.peer.statistics()["store_pages_put"] == 2
+        assert rig.peer.statistics()["store_pages_written"] == 2
         await rig.engine.flush()
         await rig.engine.attach_storage(uri)
         sources, wrong = await rig.answer(prompt, [1])

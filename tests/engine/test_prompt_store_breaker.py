@@ -67,7 +67,7 @@ async def test_prompts_are_not_stored_until_a_probe_succeeds(make_pair) -> None:
                 await asyncio.wait(store._guard._tasks._tasks)
         assert storage.probes == 2
         await serve("d", 4)
-        assert pair.peer.statistics()["store_pages_put"] >= 3
+        assert pair.peer.statistics()["store_pages_written"] >= 3
 
 
 async def test_a_worker_that_ends_does_not_wait_for_a_probe(make_pair) -> None:
@@ -129,4 +129,4 @@ async def test_calls_that_storage_cancels_have_failed_and_a_probe_that_it_cancel
         assert not storage.cancels["probe"]
         storage.cancels = {}
         await serve(9)
-        assert pair.peer.statistics()["store_pages_put"] == 3
+        assert pair.peer.statistics()["store_pages_written"] == 3

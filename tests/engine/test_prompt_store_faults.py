@@ -79,7 +79,7 @@ async def test_prompts_over_the_bound_are_declined_and_served_all_the_same(make_
         assert pair.peer.statistics()["store_rooms"] == 1
         storage.answers.set()
         await all_pages_back(pair)
-        assert pair.peer.statistics()["store_pages_put"] == 5
+        assert pair.peer.statistics()["store_pages_written"] == 5
 
 
 async def test_storage_that_does_not_answer_holds_a_prompt_for_a_while_only(make_pair) -> None:
@@ -90,7 +90,7 @@ async def test_storage_that_does_not_answer_holds_a_prompt_for_a_while_only(make
         await serve_one(pair)
         await all_pages_back(pair)
         statistics = pair.peer.statistics()
-        assert (statistics["store_pages_late"], statistics.get("store_pages_put", 0)) == (5, 0)
+        assert (statistics["store_pages_late"], statistics.get("store_pages_written", 0)) == (5, 0)
         storage.answers.set()
 
 
@@ -113,7 +113,7 @@ async def test_a_copy_that_fails_costs_its_prompt_a_place_in_storage_and_nothing
         monkeypatch.setattr(copier, "to_host", to_host)
         await serve_one(pair)
         await all_pages_back(pair)
-        assert pair.peer.statistics()["store_pages_put"] == 5
+        assert pair.peer.statistics()["store_pages_written"] == 5
 
 
 async def test_a_put_that_stores_a_part_is_counted_by_pages(make_pair) -> None:
@@ -121,7 +121,7 @@ async def test_a_put_that_stores_a_part_is_counted_by_pages(make_pair) -> None:
         await serve_one(pair)
         await all_pages_back(pair)
         statistics = pair.peer.statistics()
-        assert (statistics["store_pages_put"], statistics["store_pages_failed"]) == (2, 3)
+        assert (statistics["store_pages_written"], statistics["store_pages_failed"]) == (2, 3)
 
 
 async def test_a_bug_of_an_engine_is_logged_with_its_traceback_and_fails_nobody(
@@ -185,7 +185,7 @@ async def test_a_prompt_that_extends_a_stored_one_hashes_only_its_new_pages(
             await pair.engine.finish(ready)
             await pair.engine.flush()
             await all_pages_back(pair)
-        assert pair.peer.statistics()["store_pages_put"] == 5 + 8
+        assert pair.peer.statistics()["store_pages_written"] == 5 + 8
     assert hashed == [5, 3]
 
 

@@ -98,7 +98,7 @@ def test_an_error_names_the_field_the_value_and_what_is_allowed(make: Callable[[
 
 @given(st.one_of(st.integers(), st.floats(), st.booleans(), st.text(), st.none(), st.binary()))
 def test_settings_of_the_core_hold_counts_and_finite_seconds_whatever_is_given(value: object) -> None:
-    for name in ("device_pages", "queue_max", "copy_deadline_s", "put_wait_s", "write_back_ahead"):
+    for name in ("device_pages", "queue_max", "copy_deadline_s", "store_wait_s", "write_back_ahead"):
         fields = {"page_size": 4, "key_bytes": 16, "device_pages": 8, name: value}
         try:
             found = getattr(CoreSettings(**fields), name)
@@ -142,7 +142,10 @@ CALLS: dict[str, tuple[Callable, str]] = {
     ),
     "policy name": (lambda engine, ready: engine.change_policy(prefech="timeout"), "did you mean prefetch?"),
     "policy value": (lambda engine, ready: engine.change_policy(write="never"), "through, selective or back"),
-    "policy type": (lambda engine, ready: engine.change_policy(put_wait_s=float("nan")), "put_wait_s must be a number"),
+    "policy type": (
+        lambda engine, ready: engine.change_policy(store_wait_s=float("nan")),
+        "store_wait_s must be a number",
+    ),
     "probe tokens": (lambda engine, ready: engine.probe_prefix(None), "tokens must be a sequence of ints"),
     "probe space": (lambda engine, ready: engine.probe_prefix([1], namespace="\ud800"), "namespace must be UTF-8 text"),
     "drain": (lambda engine, ready: engine.drain("soon"), "timeout_s must be a number from 0 to 31,536,000 or none"),

@@ -40,13 +40,13 @@ async def test_what_prefill_wrote_every_decode_worker_hits(make_pair, shared: Op
     async with make_pair(prefill_storage=shared()) as first, first.another_decode(storage=shared()) as second:
         ready = await first.restore("r1", PROMPT)
         await first.peer.wait_stored()
-        assert first.peer.statistics()["store_pages_put"] == 5
+        assert first.peer.statistics()["store_pages_written"] == 5
         hit = await second.restore("r1", PROMPT)
         assert hit.sources == {"l1": 0, "l2": 0, "l3": 20, "transfer": 2}
         assert hit.first_token == ready.first_token
         await first.peer.wait_stored()
         statistics = first.peer.statistics()
-        assert (statistics["store_pages_put"], statistics["store_pages_present"]) == (5, 5)
+        assert (statistics["store_pages_written"], statistics["store_pages_present"]) == (5, 5)
         for pair, restored in ((first, ready), (second, hit)):
             await pair.finish(restored, PROMPT, [1])
             await pair.assert_nothing_held()
@@ -79,12 +79,12 @@ async def test_namespaces_never_meet_and_hidden_prompts_are_not_stored(make_pair
     async with make_pair(prefill_storage=shared(), prefill_namespace="adapter") as first:
         hidden = await first.engine.restore(first.request("hidden", PROMPT, namespace="adapter", cache=False))
         await first.peer.wait_stored()
-        assert not first.peer.statistics()["store_pages_put"]
+        assert not first.peer.statistics()["store_pages_written"]
         await first.engine.finish(hidden)
         adapted = await first.engine.restore(first.request("adapted", PROMPT, namespace="adapter"))
         await first.engine.finish(adapted)
         await first.peer.wait_stored()
-        assert first.peer.statistics()["store_pages_put"] == 5
+        assert first.peer.statistics()["store_pages_written"] == 5
         async with first.another_decode(storage=shared()) as second:
             plain = await second.engine.restore(second.request("plain", PROMPT))
             assert plain.sources["l3"] == 0
@@ -121,7 +121,7 @@ async def test_tokens_of_the_embedder_name_the_pages_where_the_promise_brings_no
         await pair.engine.flush()
         await restore_routed("named", pack_tokens(PROMPT))
         await pair.peer.wait_stored()
-        assert pair.peer.statistics()["store_pages_put"] == 5
+        assert pair.peer.statistics()["store_pages_written"] == 5
 
 
 class Slow:
@@ -166,7 +166,7 @@ async def test_slow_storage_holds_no_page_of_prefill_for_longer_than_the_copy(ma
         assert statistics["store_pages_late"] == 10
         slow.gate.set()
         await pair.peer.wait_stored()
-        assert pair.peer.statistics()["store_pages_put"] == 5
+        assert pair.peer.statistics()["store_pages_written"] == 5
     assert slow.closed
 
 

@@ -32,7 +32,7 @@ class Counting:
     def __init__(self) -> None:
         self.engine = open_storage("memory:")
         self.uri = self.engine.uri
-        self.keys_put: list[bytes] = []
+        self.keys_stored: list[bytes] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.waits = asyncio.Event()
@@ -43,7 +43,7 @@ class Counting:
     async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         self.waits.set()
         await self.gate.wait()
-        self.keys_put += keys
+        self.keys_stored += keys
         return await self.engine.put_from(keys, pages, timeout_s=timeout_s)
 
 
@@ -51,7 +51,7 @@ async def test_a_head_that_storage_has_lost_is_stored_again_with_the_next_suffix
     storage = Counting()
     async with make_pair(storage=storage) as pair:
         await turn(pair, "a", PROMPT)
-        head = storage.keys_put[:2]
+        head = storage.keys_stored[:2]
         assert await storage.delete(head) == [True, True]
         longer = [*PROMPT[:20], *range(500, 509)]
         await turn(pair, "b", longer)
@@ -68,7 +68,7 @@ async def test_pages_that_storage_has_are_put_once_however_often_they_are_used(m
         for round_ in range(4):
             for number in range(4):
                 await turn(pair, f"{number} of {round_}", [number] * 20 + [1])
-        assert len(storage.keys_put) == len(set(storage.keys_put)) == 4 * 5
+        assert len(storage.keys_stored) == len(set(storage.keys_stored)) == 4 * 5
         assert pair.core()["pages_stored"] == 4 * 5
         await pair.assert_nothing_held()
 

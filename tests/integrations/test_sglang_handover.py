@@ -323,7 +323,7 @@ def test_prefill_writes_through_so_that_another_decode_starts_warm(
             first.commit(asked)
             first.settle()
         statistics = prefill.kv_manager.prefill.statistics
-        first.wait(lambda: statistics()["store_pages_put"] == 10)
+        first.wait(lambda: statistics()["store_pages_written"] == 10)
         first.decode.kv_manager.decode.close()
         monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + shared)
         first.decode = Servers(prefill).decode
@@ -337,7 +337,7 @@ def test_prefill_writes_through_so_that_another_decode_starts_warm(
         asked = first.ask(PROMPT, [30, 31, 32, 33, 34, 35], 14)
         first.send(PROMPT, [1, 2, 3, 4, 5, 6], 14)
         first.commit(asked)
-        first.wait(lambda: statistics()["store_pages_put"] == 15)
+        first.wait(lambda: statistics()["store_pages_written"] == 15)
         first.settle()
     finally:
         first.close()

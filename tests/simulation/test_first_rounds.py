@@ -100,13 +100,13 @@ class Modelled:
                 self.after(self.storage.serve(self.now_s, count), events.PagesFetched, op=command.op, valid=count)
             case commands.StorePages():
                 _, keys = (
-                    self.core.keys_put(command.op)
+                    self.core.keys_stored(command.op)
                     if not command.request_number
                     else ("", self._left[command.request_number])
                 )
                 count = len(command.host_pages) + command.asked
                 self.stored.update(keys[at * 4 : at * 4 + 4] for at in range(len(command.host_pages)))
-                self.after(0.0001, events.PagesStored, op=command.op, stored=count, put=count)
+                self.after(0.0001, events.PagesStored, op=command.op, stored=count, written=count)
             case commands.CopyPages():
                 self.after(0.00005, events.CopyEnded, op=command.op)
             case commands.SendPromise() | commands.SendExtend():

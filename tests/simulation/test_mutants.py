@@ -222,11 +222,11 @@ def write_back_frees_a_device_page_before_its_copy(patch: pytest.MonkeyPatch) ->
 
 @mutant
 def write_back_names_its_pages_by_the_leaf_alone(patch: pytest.MonkeyPatch) -> None:
-    def keys_put(self: Backups, op: int) -> tuple[str, bytes]:
+    def keys_stored(self: Backups, op: int) -> tuple[str, bytes]:
         backup: Any = self._state.operations[op]  # Any: the owner of an operation.
         return backup.leaf.namespace, backup.leaf.edge
 
-    patch.setattr(Backups, "keys_put", keys_put)
+    patch.setattr(Backups, "keys_stored", keys_stored)
 
 
 @mutant

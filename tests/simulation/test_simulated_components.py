@@ -102,7 +102,7 @@ def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
     # Its tail reaches back beyond what a turn adds to a prompt, and the caches are small.
     wide = (Component(name="window", kind="window", window_tokens=12, device_pages=30, host_pages=30),)
     settings = settings_with(wide, device_pages=24, host_pages=20)
-    settings = msgspec.structs.replace(settings, prefetch_threshold_tokens=0, prefetch_base_s=0.1, put_host_share=1.0)
+    settings = msgspec.structs.replace(settings, prefetch_threshold_tokens=0, prefetch_base_s=0.1, store_host_share=1.0)
     # With slow answers, few requests would wait for what storage has of components.
     slow = ("query_is_slow", "query_is_late", "query_is_stuck")
     faults = [*(name for name in OF_STORAGE if name not in slow), "flush"]
@@ -129,7 +129,7 @@ def test_component_pages_are_read_ahead_whatever_happens() -> None:
         settings_with(wide, device_pages=18, host_pages=20),
         prefetch_threshold_tokens=0,
         prefetch_base_s=0.1,
-        put_host_share=1.0,
+        store_host_share=1.0,
         lookahead_pages_max=1000,
     )
     slow = ("query_is_slow", "query_is_late", "query_is_stuck")

@@ -91,12 +91,12 @@ class CoreMachine(RuleBasedStateMachine):
                 case commands.FetchPages():
                     self.host.begin_write(wish.host_pages, wish.op)
                     is_of_request = bool(wish.request_id)
-                    tokens = self.prompts[wish.request_id] if is_of_request else self.rig.core.keys_put(wish.op)[1]
+                    tokens = self.prompts[wish.request_id] if is_of_request else self.rig.core.keys_stored(wish.op)[1]
                     self.fetched_tokens[wish.op] = tokens
                     self.operations.append(wish)
                 case commands.StorePages():
                     tokens = (
-                        self.left[wish.request_number] if wish.request_number else self.rig.core.keys_put(wish.op)[1]
+                        self.left[wish.request_number] if wish.request_number else self.rig.core.keys_stored(wish.op)[1]
                     )
                     expected = self.tags(tokens)[: len(wish.host_pages)]
                     self.host.expect(wish.host_pages, expected, wish.op)

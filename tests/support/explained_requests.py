@@ -360,7 +360,7 @@ put_ends(
 put_ends(
     "put_is_partial",
     "the put was partial: storage took 1 of 4 pages",
-    end=lambda play, op: play.take(events.PagesStored, op=op, stored=1, put=1),
+    end=lambda play, op: play.take(events.PagesStored, op=op, stored=1, written=1),
     counts="pages_stored pages_backed_up",
 )
 put_ends(

@@ -89,11 +89,11 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             if getattr(event, "error", "") or isinstance(event, events.CommandRaised):
                 add("calls_failed_total", name)
             elif event.op not in component_pages and name in ("fetch", "store"):
-                valid = max(event.valid if name == "fetch" else event.put, 0)
+                valid = max(event.valid if name == "fetch" else event.written, 0)
                 add("pages_total", "fetched" if name == "fetch" else "stored", valid)
             elif event.op in component_pages:
                 label, count = component_pages[event.op]
-                said = {"fetch": "valid", "store": "put"}.get(name)
+                said = {"fetch": "valid", "store": "written"}.get(name)
                 add("component_pages_total", label, max(getattr(event, said), 0) if said else count)
         for request_id, state in step.moves:
             if request_id in states:

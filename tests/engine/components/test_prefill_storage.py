@@ -83,14 +83,14 @@ async def test_what_prefill_wrote_of_windows_and_records_a_decode_worker_restore
         statistics = peer.statistics()
         # The window's pages at positions 3 to 5, and the record after the last one.
         assert asked == [{"window": 3, "state": 1}]
-        assert (statistics["store_pages_put"], statistics["store_component_pages_put"]) == (6, 4)
+        assert (statistics["store_pages_written"], statistics["store_component_pages_written"]) == (6, 4)
     async with pair(tmp_path, writes=True, reads=True) as (peer, worker, asked):
         ready = await worker.restore("r2", WHOLE)
         assert {source: tokens for source, tokens in ready.sources.items() if tokens} == {"l3": len(WHOLE)}
         assert asked == [{"window": 0, "state": 0}]
         await peer.wait_stored()
         # Nothing was sent of components, so there is nothing to write.
-        assert peer.statistics()["store_component_pages_put"] == 0
+        assert peer.statistics()["store_component_pages_written"] == 0
 
 
 async def test_what_prefill_keeps_inside_of_a_prompt_serves_prompts_that_end_there(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_what_prefill_keeps_inside_of_a_prompt_serves_prompts_that_end_the
         await worker.restore("r1", LONGER)
         await peer.wait_stored()
         # Of the window positions 4 and 5; the page behind them is not full, and the record after it has no place.
-        assert peer.statistics()["store_component_pages_put"] == 3
+        assert peer.statistics()["store_component_pages_written"] == 3
     async with pair(tmp_path, writes=False, reads=True) as (_, worker, asked):
         ready = await worker.restore("r2", WHOLE)
         assert ready.sources["l3"] == len(WHOLE)
@@ -124,7 +124,7 @@ async def test_pages_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> 
     async with pair(tmp_path, writes=True, reads=False, keep=keep) as (peer, worker, _):
         await worker.restore("r1", LONGER)
         await peer.wait_stored()
-        assert peer.statistics()["store_component_pages_put"] == 2
+        assert peer.statistics()["store_component_pages_written"] == 2
     assert "no component 'x' to keep pages of; there are window, state" in errors[0]
     assert "positions [6, 7) of component 'state'; its prompt has full pages [0, 6)" in errors[1]
     assert "positions [-1, 0)" in errors[2]

@@ -55,10 +55,10 @@ def test_a_worker_that_fills_a_small_storage_renews_pages_sooner() -> None:
 def test_pages_that_storage_has_lost_are_not_believed_to_be_there_and_are_put_again() -> None:
     rig = stored_rig()
     (put,) = turn(rig, "a", EIGHT + b"ijkl")
-    rig.step(events.PagesStored, op=put.op, stored=2, put=0)
+    rig.step(events.PagesStored, op=put.op, stored=2, written=0)
     (again,) = turn(rig, "b", EIGHT)
     assert len(again.host_pages) == 8
-    rig.step(events.PagesStored, op=again.op, stored=8, put=6)
+    rig.step(events.PagesStored, op=again.op, stored=8, written=6)
     assert rig.core.state.counters["pages_stored"] == 8 + 6
     assert turn(rig, "c", EIGHT) == []
 
@@ -145,7 +145,7 @@ def policy(rig: Rig, **changes: object) -> object:
 
 
 def test_a_renewal_that_has_waited_protects_what_came_to_the_host_meanwhile() -> None:
-    rig = stored_rig(write="through", put_wait_s=5.0, prefetch_base_s=100.0)
+    rig = stored_rig(write="through", store_wait_s=5.0, prefetch_base_s=100.0)
     rig.step(events.PolicyChanged, policy=policy(rig, write="back"))
     rig.flush("l2")
     rig.now_s += 31.0

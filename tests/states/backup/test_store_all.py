@@ -33,7 +33,7 @@ def put_keys(rig: Rig) -> list[bytes]:
     """What the next writes put, in order; ends them."""
     found = []
     for put in rig.take_all(commands.StorePages):
-        found.append(rig.core.keys_put(put.op)[1])
+        found.append(rig.core.keys_stored(put.op)[1])
         rig.stored(put)
     return found
 
@@ -57,7 +57,7 @@ def run(rig: Rig) -> list[bytes]:
 
 
 def test_what_only_the_device_has_is_stored_by_way_of_the_host_hottest_first() -> None:
-    rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0)
+    rig = back_rig(device_pages=64, host_pages=64, store_wait_s=0.0)
     for number in range(6):
         turn(rig, f"r{number}", bytes([number]) * 3 + bytes([100 + number]))
     rig.nothing_else()
@@ -87,7 +87,7 @@ def test_storage_is_not_measured_meanwhile() -> None:
 
 
 def test_a_path_used_again_is_hotter_than_one_that_was_inserted_later() -> None:
-    rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0)
+    rig = back_rig(device_pages=64, host_pages=64, store_wait_s=0.0)
     turn(rig, "a", b"abcd")
     turn(rig, "b", b"efgh")
     rig.core.state.index.match("", b"abcd")
@@ -96,7 +96,7 @@ def test_a_path_used_again_is_hotter_than_one_that_was_inserted_later() -> None:
 
 
 def test_what_storage_has_is_not_written_again() -> None:
-    rig = Rig(put_wait_s=0.0)
+    rig = Rig(store_wait_s=0.0)
     rig.attach_storage()
     rig.make_cached("a", b"abcd")
     store(rig)
@@ -105,7 +105,7 @@ def test_what_storage_has_is_not_written_again() -> None:
 
 
 def test_a_run_without_time_stores_nothing_and_says_what_is_known() -> None:
-    rig = back_rig(put_wait_s=0.0)
+    rig = back_rig(store_wait_s=0.0)
     turn(rig, "a", b"abcd")
     store(rig, within_s=0.0)
     assert report(rig) == (0, 0, 0, 0)
@@ -114,7 +114,7 @@ def test_a_run_without_time_stores_nothing_and_says_what_is_known() -> None:
 
 
 def test_a_storage_that_hangs_ends_the_run_at_its_limit() -> None:
-    rig = back_rig(put_wait_s=0.0)
+    rig = back_rig(store_wait_s=0.0)
     turn(rig, "a", b"abcd")
     turn(rig, "b", b"efgh")
     store(rig, within_s=5.0)
@@ -135,7 +135,7 @@ def test_a_storage_that_hangs_ends_the_run_at_its_limit() -> None:
 
 
 def test_an_open_breaker_is_waited_for_within_the_limit() -> None:
-    rig = back_rig(put_wait_s=0.0, breaker_failures=1, breaker_backoff_s=1.0)
+    rig = back_rig(store_wait_s=0.0, breaker_failures=1, breaker_backoff_s=1.0)
     turn(rig, "a", b"abcd")
     rig.core.storage.note(failed=True)
     rig.step(events.ClockAdvanced)
@@ -147,7 +147,7 @@ def test_an_open_breaker_is_waited_for_within_the_limit() -> None:
 
 
 def test_an_open_breaker_does_not_delay_the_end() -> None:
-    rig = back_rig(put_wait_s=0.0, breaker_failures=1, breaker_backoff_s=60.0)
+    rig = back_rig(store_wait_s=0.0, breaker_failures=1, breaker_backoff_s=60.0)
     turn(rig, "a", b"abcd")
     rig.core.storage.note(failed=True)
     store(rig, within_s=3.0)
@@ -165,19 +165,19 @@ def test_without_storage_a_run_ends_at_once_and_says_what_is_lost() -> None:
 
 
 def test_a_write_that_fails_is_tried_once_more_after_the_others() -> None:
-    rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0)
+    rig = back_rig(device_pages=64, host_pages=64, store_wait_s=0.0)
     turn(rig, "a", b"abcd")
     turn(rig, "b", b"efgh")
     store(rig)
     for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
     first, second = rig.take_all(commands.StorePages)
-    rig.step(events.PagesStored, op=first.op, stored=0, put=0, error="full disk")
+    rig.step(events.PagesStored, op=first.op, stored=0, written=0, error="full disk")
     rig.stored(second)
     tick(rig)
     again = rig.take(commands.StorePages)
-    assert rig.core.keys_put(again.op)[1] == b"efgh"
-    rig.step(events.PagesStored, op=again.op, stored=0, put=0, error="full disk")
+    assert rig.core.keys_stored(again.op)[1] == b"efgh"
+    rig.step(events.PagesStored, op=again.op, stored=0, written=0, error="full disk")
     tick(rig)
     assert report(rig) == (4, 0, 4, 4)
     rig.nothing_else()
@@ -185,7 +185,7 @@ def test_a_write_that_fails_is_tried_once_more_after_the_others() -> None:
 
 
 def test_host_pages_that_storage_lacks_are_stored_before_a_copy_evicts_them() -> None:
-    rig = back_rig(device_pages=64, host_pages=8, put_wait_s=0.0)
+    rig = back_rig(device_pages=64, host_pages=8, store_wait_s=0.0)
     # "old" is on the host only, and nowhere else.
     rig.make_ready("old", b"ABCDEF")
     rig.step(events.RetractRequested, request_id="old", keys=b"ABCDEF", tokens=6)
@@ -206,7 +206,7 @@ def test_host_pages_that_storage_lacks_are_stored_before_a_copy_evicts_them() ->
 
 
 def test_more_than_the_host_holds_is_stored_one_after_the_other() -> None:
-    rig = back_rig(device_pages=64, host_pages=8, put_wait_s=0.0, write_back_ahead=0.0)
+    rig = back_rig(device_pages=64, host_pages=8, store_wait_s=0.0, write_back_ahead=0.0)
     for number in range(8):
         turn(rig, f"r{number}", bytes([number]) * 6)
     store(rig)
@@ -217,7 +217,7 @@ def test_more_than_the_host_holds_is_stored_one_after_the_other() -> None:
 
 
 def test_a_storage_of_known_size_does_not_get_more_than_it_holds() -> None:
-    rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0, write_back_ahead=0.0)
+    rig = back_rig(device_pages=64, host_pages=64, store_wait_s=0.0, write_back_ahead=0.0)
     rig.step(events.StorageChanged, available=True, capacity_pages=12)
     for number in range(8):
         turn(rig, f"r{number}", bytes([number]) * 5)
@@ -227,7 +227,7 @@ def test_a_storage_of_known_size_does_not_get_more_than_it_holds() -> None:
 
 
 def test_the_policy_still_keeps_short_and_rare_prompts_out() -> None:
-    rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0, write_tokens_min=4)
+    rig = back_rig(device_pages=64, host_pages=64, store_wait_s=0.0, write_tokens_min=4)
     turn(rig, "a", b"abc")
     turn(rig, "b", b"defg")
     store(rig)
@@ -238,7 +238,7 @@ def test_the_policy_still_keeps_short_and_rare_prompts_out() -> None:
 
 
 def test_another_request_to_store_ends_the_first_one() -> None:
-    rig = back_rig(put_wait_s=0.0)
+    rig = back_rig(store_wait_s=0.0)
     turn(rig, "a", b"abcd")
     store(rig)
     rig.step(events.StoreRequested, call=8, within_s=0.0)
@@ -249,7 +249,7 @@ def test_another_request_to_store_ends_the_first_one() -> None:
 
 
 def test_what_a_request_leaves_meanwhile_is_stored_as_well() -> None:
-    rig = back_rig(device_pages=64, host_pages=64, put_wait_s=0.0)
+    rig = back_rig(device_pages=64, host_pages=64, store_wait_s=0.0)
     turn(rig, "a", b"abcd")
     rig.make_ready("b", b"efgh")
     rig.step(events.GrowthTaken, request_id="b", page_count=0, wanted=2)
@@ -271,7 +271,7 @@ def test_what_a_request_leaves_meanwhile_is_stored_as_well() -> None:
 @pytest.mark.parametrize("story", STORING, ids=lambda story: story.__name__)
 def test_a_raise_at_any_call_of_a_run_ends_in_one_report(story: Callable[[Rig], Callable[[Rig], object]]) -> None:
     def prepare() -> tuple[Rig, Callable[[], object]]:
-        rig = Rig(put_wait_s=0.0)
+        rig = Rig(store_wait_s=0.0)
         step = story(rig)
         return rig, lambda: step(rig)
 
@@ -285,7 +285,7 @@ def test_a_raise_at_any_call_of_a_run_ends_in_one_report(story: Callable[[Rig], 
 
 
 def test_a_large_tree_is_looked_at_in_several_steps() -> None:
-    rig = Rig(device_pages=9000, host_pages=9000, key_bytes=2, put_wait_s=0.0)
+    rig = Rig(device_pages=9000, host_pages=9000, key_bytes=2, store_wait_s=0.0)
     for number in range(4500):
         pages = rig.core.state.device.take(1)
         rig.core.state.index.insert("", number.to_bytes(2, "big"), pages)
@@ -315,7 +315,7 @@ def _unaudited(rig: Rig, kind: type[events.Event], **fields: object) -> list[com
 def test_after_a_run_storage_has_all_that_fits_through_the_host(
     prompts: list[str], write: str, host_pages: int
 ) -> None:
-    rig = Rig(device_pages=64, host_pages=host_pages, write=write, write_hits_min=1, put_wait_s=0.0)
+    rig = Rig(device_pages=64, host_pages=host_pages, write=write, write_hits_min=1, store_wait_s=0.0)
     rig.attach_storage()
     for number, prompt in enumerate(prompts):
         rig.make_ready(f"r{number}", prompt.encode())

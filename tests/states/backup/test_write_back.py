@@ -83,7 +83,7 @@ def test_an_eviction_from_the_device_has_the_next_leaf_copied() -> None:
 
 
 def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
-    rig = back_rig(device_pages=64, host_pages=8, write_back_ahead=0.5, put_wait_s=0.0)
+    rig = back_rig(device_pages=64, host_pages=8, write_back_ahead=0.5, store_wait_s=0.0)
     change(rig, write="through")
     rig.make_cached("a", b"abcd")
     change(rig, write="back")
@@ -101,7 +101,7 @@ def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
     rig.answer(rig.take(commands.QueryStorage), 4)
     assert len(rig.take(commands.FetchPages).host_pages) == 4
     put = rig.take(commands.StorePages)
-    assert rig.core.keys_put(put.op) == ("", b"ghij")
+    assert rig.core.keys_stored(put.op) == ("", b"ghij")
 
 
 def test_eviction_loses_nothing_that_was_copied_ahead() -> None:
@@ -157,7 +157,7 @@ def put_rig(**settings: object) -> tuple[Rig, commands.StorePages]:
 def test_what_leaves_the_host_next_is_put_by_the_keys_of_its_path() -> None:
     rig, put = put_rig()
     assert (put.request_number, len(put.host_pages), put.asked) == (0, 8, 0)
-    assert rig.core.keys_put(put.op) == ("", b"abcdefgh")
+    assert rig.core.keys_stored(put.op) == ("", b"abcdefgh")
     # Its host pages are held until the put has ended.
     assert rig.flush("l2").spared == {"l2": 8}
     rig.stored(put)
@@ -186,7 +186,7 @@ def test_a_copy_that_failed_is_not_repeated_at_once() -> None:
 
 
 def test_puts_wait_for_fetches_and_end_with_storage() -> None:
-    rig = back_rig(host_pages=8, write_back_ahead=1.0, put_wait_s=1.0, put_fetch_s_max=0.5)
+    rig = back_rig(host_pages=8, write_back_ahead=1.0, store_wait_s=1.0, store_fetch_s_max=0.5)
     rig.core.storage.note_throughput(begun_at_s=-1.0, pages=1)
     turn(rig, "a", b"abcdefgh")
     rig.copied(rig.take(commands.CopyPages, target="host"))
@@ -215,7 +215,7 @@ def test_a_short_host_is_not_copied_to_without_end() -> None:
 
 def test_storage_that_answers_probes_and_fails_puts_is_tried_ever_less_and_causes_no_copies() -> None:
     rig = back_rig(
-        host_pages=10, write_back_ahead=1.0, put_wait_s=0.0, breaker_failures=1, breaker_backoff_s=1.0,
+        host_pages=10, write_back_ahead=1.0, store_wait_s=0.0, breaker_failures=1, breaker_backoff_s=1.0,
         breaker_backoff_max_s=16.0,
     )  # fmt: skip
     for number in range(3):
@@ -353,7 +353,7 @@ class WrittenBack(RuleBasedStateMachine):
     @rule(part=st.sampled_from((0, 1, None)))
     def put(self, part: int | None) -> None:
         for put in self.rig.take_all(commands.StorePages):
-            namespace, keys = self.rig.core.keys_put(put.op)
+            namespace, keys = self.rig.core.keys_stored(put.op)
             assert namespace == ""
             assert len(put.host_pages) + put.asked == len(keys)
             self.rig.stored(put, part)

@@ -155,7 +155,7 @@ class ComponentsMachine(CoreMachine):
                 self.operations.append(wish)
             elif isinstance(wish, commands.StorePages):
                 pool = self.pools["host", wish.component]
-                _, tokens = self.rig.core.keys_put(wish.op)
+                _, tokens = self.rig.core.keys_stored(wish.op)
                 pool.expect(wish.host_pages, self.component_tags(wish.component, tokens)[wish.first :], wish.op)
                 self.reading[wish.op] = (pool, wish.host_pages, pool.begin_read(wish.host_pages, wish.op))
                 self.operations.append(wish)

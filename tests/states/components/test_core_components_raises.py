@@ -25,7 +25,7 @@ def rig_with_past(*, host_windows: int = 16) -> Rig:
 
 def rig_with_storage() -> Rig:
     """The prompt with its component pages is only in storage."""
-    rig = rig_with(growth_reserve_pages=1, put_wait_s=50.0, lookahead_pages_max=100)
+    rig = rig_with(growth_reserve_pages=1, store_wait_s=50.0, lookahead_pages_max=100)
     leave(rig, PROMPT)
     rig.flush("l1")
     rig.flush("l2")

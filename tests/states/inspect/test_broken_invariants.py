@@ -61,14 +61,14 @@ def end_of_the_fetch(rig: Rig) -> Step:
         (answer, Restore, "fix_plan"),
         (failed_copy, Loads, "fill"),
         (finish, Backups, "_begin"),
-        (end_of_the_fetch, Backups, "_put"),
+        (end_of_the_fetch, Backups, "_store"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_it_leaves_the_step_as_it_is(
     monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Rig], Step], owner: type, name: str
 ) -> None:
-    rig = Rig(put_wait_s=1.0, prefetch_base_s=100.0)
+    rig = Rig(store_wait_s=1.0, prefetch_base_s=100.0)
     step = prepare(rig)
     before = rig.core.statistics().get("transitions_raised", 0)
 
@@ -83,18 +83,18 @@ def test_it_leaves_the_step_as_it_is(
 
 
 def test_any_other_raise_of_a_put_that_waited_ends_the_backup_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(put_wait_s=1.0, prefetch_base_s=100.0)
+    rig = Rig(store_wait_s=1.0, prefetch_base_s=100.0)
     fetch, promise = waiting_put(rig)
-    original, raised = Backups._put, list[bool]()
+    original, raised = Backups._store, list[bool]()
 
     def put(self: Backups, *_: object) -> None:
         raised.append(True)
         raise RuntimeError("put is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Backups, "_put", put)
+        patch.setattr(Backups, "_store", put)
         rig.fetched(fetch)
-    assert raised and Backups._put is original
+    assert raised and Backups._store is original
     statistics = rig.core.statistics()
     assert (statistics["transitions_raised"], statistics["backups_failed"], statistics["backups"]) == (1, 1, 0)
     assert rig.take(commands.ForgetTokens)

@@ -283,7 +283,7 @@ def test_reads_ahead_are_not_taken_over_while_storage_is_left_alone() -> None:
 
 
 def test_puts_give_way_to_reads_ahead() -> None:
-    rig = waiting_rig(put_wait_s=1.0)
+    rig = waiting_rig(store_wait_s=1.0)
     rig.answer(rig.take(commands.QueryStorage), 3)
     (fetch,) = fetches(rig)
     rig.finish("big", BIG[:2])

@@ -75,7 +75,14 @@ def abort() -> tuple[Rig, Callable[[], object]]:
 
 def write_back(**settings: object) -> Rig:
     rig = Rig(
-        **{"device_pages": 16, "host_pages": 8, "write": "back", "write_back_ahead": 1.0, "put_wait_s": 0.0, **settings}
+        **{
+            "device_pages": 16,
+            "host_pages": 8,
+            "write": "back",
+            "write_back_ahead": 1.0,
+            "store_wait_s": 0.0,
+            **settings,
+        }
     )
     rig.attach_storage()
     rig.make_ready("big", EIGHT)
@@ -94,7 +101,7 @@ def copied_ahead() -> tuple[Rig, Callable[[], object]]:
     return rig, lambda: rig.copied(copy)
 
 
-def put_ahead() -> tuple[Rig, Callable[[], object]]:
+def store_ahead() -> tuple[Rig, Callable[[], object]]:
     rig = write_back()
     rig.finish("big", EIGHT)
     rig.copied(rig.take(commands.CopyPages, target="host"))
@@ -104,7 +111,7 @@ def put_ahead() -> tuple[Rig, Callable[[], object]]:
 
 @pytest.mark.parametrize(
     "story",
-    [answer, landing, short_landing, late, admission, abort, finish, copied_ahead, put_ahead],
+    [answer, landing, short_landing, late, admission, abort, finish, copied_ahead, store_ahead],
     ids=lambda story: story.__name__,
 )
 def test_a_raise_at_any_call_loses_nothing(story: RequestTrace) -> None:

@@ -184,7 +184,7 @@ def test_short_prefixes_are_not_put() -> None:
 
 
 def test_a_put_gives_way_to_fetches_for_a_while() -> None:
-    rig = stored_rig(put_wait_s=1.0, prefetch_base_s=100.0)
+    rig = stored_rig(store_wait_s=1.0, prefetch_base_s=100.0)
     ask(rig, "a", TOKENS, 6)
     fetch = rig.take(commands.FetchPages)
     rig.make_ready("b", b"xyz")
@@ -205,7 +205,7 @@ def test_a_put_gives_way_to_fetches_for_a_while() -> None:
     rig.wait_until(rig.now_s + 0.2)
     rig.take(commands.StorePages)
     # By a policy of not waiting it begins at once.
-    change(rig, put_wait_s=0.0)
+    change(rig, store_wait_s=0.0)
     rig.make_ready("e", b"rst")
     rig.finish("e", b"rst")
     rig.copied(rig.take_all(commands.CopyPages, target="host")[-1])
@@ -213,7 +213,7 @@ def test_a_put_gives_way_to_fetches_for_a_while() -> None:
 
 
 def test_a_put_that_waits_when_storage_goes_ends_without_it() -> None:
-    rig = stored_rig(put_wait_s=1.0, prefetch_base_s=100.0)
+    rig = stored_rig(store_wait_s=1.0, prefetch_base_s=100.0)
     ask(rig, "a", TOKENS, 6)
     rig.make_ready("b", b"xyz")
     rig.finish("b", b"xyz")

@@ -66,7 +66,7 @@ def test_a_put_names_the_whole_path_so_that_what_storage_lost_of_it_is_stored_ag
     rig.copied(copy)
     put = rig.take(commands.StorePages)
     assert len(put.host_pages) == 8
-    rig.step(events.PagesStored, op=put.op, stored=8, put=6)
+    rig.step(events.PagesStored, op=put.op, stored=8, written=6)
     counters = rig.core.state.counters
     assert (counters["pages_stored"], counters["pages_stored_again"]) == (4 + 6, 2)
 

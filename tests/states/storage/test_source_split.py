@@ -232,7 +232,7 @@ def test_the_first_put_measures_storage_before_any_hit() -> None:
     rig.stored(rig.take(commands.StorePages))
     read = rig.take(commands.FetchPages)
     assert (read.request_id, len(read.host_pages)) == ("", 4)
-    assert rig.core.keys_put(read.op) == ("", b"uvwx")
+    assert rig.core.keys_stored(read.op) == ("", b"uvwx")
     # Plans made meanwhile leave storage alone: their fetches would wait behind it.
     assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 0
     rig.now_s += 0.04

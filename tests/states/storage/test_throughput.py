@@ -180,7 +180,7 @@ def test_a_plan_without_a_deadline_takes_all() -> None:
 
 
 def test_puts_wait_while_fetches_take_long() -> None:
-    rig = stored_rig(put_fetch_s_max=1.0, put_wait_s=3.0)
+    rig = stored_rig(store_fetch_s_max=1.0, store_wait_s=3.0)
     slow_fetch(rig, 2.0)
     rig.make_ready("b", b"xyz")
     rig.finish("b", b"xyz")
@@ -195,7 +195,7 @@ def test_puts_wait_while_fetches_take_long() -> None:
     rig.finish("c", b"uvw")
     rig.copied(rig.take_all(commands.CopyPages, target="host")[-1])
     assert rig.take_all(commands.StorePages) == []
-    policy = changed_policy(policy_of(rig.core.state.settings), {"put_fetch_s_max": 0.0})
+    policy = changed_policy(policy_of(rig.core.state.settings), {"store_fetch_s_max": 0.0})
     rig.step(events.PolicyChanged, policy=policy)
     rig.take(commands.StorePages)
 

@@ -46,7 +46,7 @@ def test_puts_that_do_not_end_leave_half_of_the_host_to_reads() -> None:
 
 
 def test_without_a_bound_puts_pin_whatever_there_is() -> None:
-    rig = rig_of(put_host_share=1.0)
+    rig = rig_of(store_host_share=1.0)
     assert [len(finish_and_back_up(rig, f"r{number}", prompt(number))) for number in range(4)] == [1, 1, 1, 1]
     assert rig.core.state.index.host_protected == 16
 
@@ -84,5 +84,5 @@ def test_a_put_that_waits_for_fetches_counts_as_one_that_pins() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_a_share_is_from_0_to_1(share: float) -> None:
-    with pytest.raises(InvalidConfig, match="put_host_share"):
-        StoragePolicy(put_host_share=share)
+    with pytest.raises(InvalidConfig, match="store_host_share"):
+        StoragePolicy(store_host_share=share)

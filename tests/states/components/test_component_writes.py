@@ -35,7 +35,7 @@ def test_component_pages_are_put_when_the_host_has_them_and_storage_has_the_full
     rig.copied(of_state)
     late = rig.take(commands.StorePages, of_components=True)
     assert (late.component, late.first, late.host_pages) == ("state", 7, of_state.target_pages)
-    assert rig.core.keys_put(put.op) == rig.core.keys_put(late.op) == ("", PROMPT)
+    assert rig.core.keys_stored(put.op) == rig.core.keys_stored(late.op) == ("", PROMPT)
     # While they are read they cannot be evicted.
     assert rig.core.statistics()["window_host_protected"] == 3
     rig.stored(put)
@@ -73,7 +73,7 @@ def test_incomplete_component_pages_are_not_put() -> None:
     (leaf,) = (node for node in rig.core.state.index.nodes() if node.depth_pages == 8)
     upper = rig.core.state.index.split(leaf, 6)
     index.drop("host", "window", upper)
-    rig.core.component_backups.puts.begin(leaf)
+    rig.core.component_backups.writes.begin(leaf)
     assert not rig.core.state.out and not rig.core.statistics()["transitions_raised"]
 
 
@@ -90,7 +90,7 @@ def test_with_write_back_component_pages_are_put_before_their_full_pages_are_evi
 
 
 def test_puts_of_component_pages_give_way_to_fetches() -> None:
-    rig = rig_with(put_wait_s=5.0)
+    rig = rig_with(store_wait_s=5.0)
     only_in_storage(rig)
     finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
     rig.copied(rig.take(commands.CopyPages, target="host"))
@@ -104,7 +104,7 @@ def test_puts_of_component_pages_give_way_to_fetches() -> None:
     assert not rig.take_all(commands.StorePages, of_components=True)
     # One has waited long enough, the other goes when the last fetch is over.
     rig.now_s += 1.0
-    assert rig.core.component_backups is not None and len(rig.core.component_backups.puts.waiting) == 2
+    assert rig.core.component_backups is not None and len(rig.core.component_backups.writes.waiting) == 2
     for fetch in fetches:
         rig.fetched(fetch)
     assert not rig.take_all(commands.StorePages, of_components=True)
@@ -114,7 +114,7 @@ def test_puts_of_component_pages_give_way_to_fetches() -> None:
 
 def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone() -> None:
     for is_gone in (False, True):
-        rig = rig_with(put_wait_s=5.0)
+        rig = rig_with(store_wait_s=5.0)
         only_in_storage(rig)
         finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
         rig.copied(rig.take(commands.CopyPages, target="host"))
