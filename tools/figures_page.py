@@ -165,36 +165,6 @@ def _slowest(rows: Sequence[Sequence[str]], direction: str) -> list[list[str]]:
     return [[f"slowest of: {what}", *rest] for what, *rest in sorted(copies, key=lambda row: share[row[0]])[:1]]
 
 
-def handover_table() -> str:
-    """Return what moved between real vLLM servers, by connector. Times are left out: they are the machine's."""
-    report = _read("vllm.json")
-    if report is None:
-        return "No run was kept."
-    about = report["about"]
-    where = f"{about['date']}, commit {about['commit']}, {about['machine']}"
-    found = report["figures"]
-    rows = {
-        "MiB from prefill": [f"{_from_prefill(one):.1f}" for one in found],
-        "answers": [f"{one['answers']:,}" for one in found],
-        "wrong answers": [f"{len(one['wrong']):,}" for one in found],
-        "lost requests": [f"{len(one['lost']):,}" for one in found],
-    }
-    for title, name in (
-        ("from vLLM's own cache in decode", "vllm:prompt_tokens_by_source_total{local_cache_hit}"),
-        ("from decode's host memory", "vllm:tidekv_restore_tokens_l2_total"),
-        ("from decode's storage", "vllm:tidekv_restore_tokens_l3_total"),
-    ):
-        rows[f"prompt tokens {title}"] = [f"{one['metrics'].get(name, 0):,.0f}" for one in found]
-    lines = [
-        f"`{about['command']}` ({where}):",
-        "",
-        f"| | {' | '.join('tidekv' if one['variant'] == 'tidekv' else '`NixlConnector`' for one in found)} |",
-        f"|---|{'---:|' * len(found)}",
-        *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
-    ]
-    return "\n".join(lines)
-
-
 def vllm_table() -> str:
     """Return which side computes a rest sooner, where a router placed prompts, and the tiers that served windows and
     states.
@@ -228,11 +198,6 @@ def _rest() -> str | None:
         ]
         for rest in sorted({one["rest"] for one in turns})
     ]
-    ends = "; ".join(
-        f"{one['way']}, {_beside(one['streams'])}: "
-        + (f"from {one['rest']:,} tokens on" if one["rest"] is not None else "at none of these lengths")
-        for one in meets
-    )
     return "\n".join(
         [
             f"{_command(report)}, medians of {len(turns[0]['first_s'])} turns each. Time to the first token of a "
@@ -241,8 +206,6 @@ def _rest() -> str | None:
             f"| tokens of the rest | {' | '.join(titles)} |",
             f"|---:|{'---:|' * len(titles)}",
             *(f"| {' | '.join(row)} |" for row in rows),
-            "",
-            f"Decode alone takes as long or longer: {ends}.",
         ]
     )
 
@@ -545,7 +508,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_table,
     "docs/gpu.md": gpu_table,
     "docs/sglang.md": sglang_table,
-    "docs/vllm-handover.md": handover_table,
     "docs/vllm.md": vllm_table,
     "docs/when-a-worker-goes-away.md": cache_peers_table,
     "examples/fleet/README.md": fleet_table,

@@ -23,7 +23,7 @@ storage has, but no less than the shortest hit that is fetched, as a measurement
 everything, and each recomputation halves its fetches, and others wait for a first measurement, for a short time
 (`StorageAdmission.awaits_measurement`). Plans that are made before it fetch nothing, because reads cannot be cancelled:
 those of a slow storage would delay the fetches of all later plans. Mostly storage is known before its first hit,
-because pages that were just stored are read, until a read is not faster than the one before (`StorageAdmission.measure`).
+because pages that were just stored are read until a read is no faster than the last one (`StorageAdmission.measure`).
 
 The cost of a page from prefill includes its computation. So a prefill instance that computes slowly is asked for few
 pages that storage has.
