@@ -156,7 +156,7 @@ class Core:
             Rules(
                 restore=self.restore,
                 lending=self.lending,
-                lent_ends=LentEnds(self.queue, self.restore, self.lending),
+                lent_ends=LentEnds(self.state, self.queue, self.restore, self.lending, self.actions),
                 rooms=self.rooms,
                 receiving=Receiving(self.state, self.rooms, self.loads, self.shared_transfers),
                 serving=self.serving,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Fallback
-    from tidekv.states.events import StoredComponent
+    from tidekv.states.events import PrefillLost, StoredComponent
     from tidekv.states.pages.page_pool import PagePool
     from tidekv.states.prefix.index import PrefixIndex, Receipt
     from tidekv.states.prefix.node import InsertResult, Node
@@ -461,7 +461,7 @@ class EarlyRecord:
 class Attempts:
     """Which of its prefills serves the present generation of a request."""
 
-    __slots__ = ("attempts_max", "count", "first", "retries_late")
+    __slots__ = ("attempts_max", "count", "first", "refusal", "retries_late")
 
     def __init__(self, attempts_max: int, *, retries_late: bool) -> None:
         self.attempts_max = attempts_max
@@ -471,6 +471,12 @@ class Attempts:
         """Generations that ended by the loss of their prefill."""
         self.first = 0
         """Place of the prefill that is tried first: those before it gave way."""
+        self.refusal: tuple[int, PrefillLost] | None = None
+        """Generation of a request whose tiers go on without a prefill, and the loss of its room."""
+
+    def refuse(self, generation: int, event: PrefillLost) -> None:
+        """Note that nobody sends what the tiers do not bring in this generation."""
+        self.refusal = generation, event
 
     def try_next(self) -> None:
         """Use the next prefill."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from tidekv.states.commands import ReportFailed
 from tidekv.states.errors import PrefillCause
-from tidekv.states.events import PrefillLost
+from tidekv.states.events import NOBODY, PrefillLost
 from tidekv.states.records.stages import Stage, State
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def has_another_prefill(request: Request, event: PrefillLost) -> bool:
     Damaged pages are asked for once more than that: a prefill that sent them is well, and the next time the damage is
     unlikely. A prefill that is only late is tried until the deadline, unless the caller can compute the rest.
     """
-    return _has_attempts_left(request, event) or _may_be_late(request, event)
+    return request.prefills != NOBODY and (_has_attempts_left(request, event) or _may_be_late(request, event))
 
 
 def _has_attempts_left(request: Request, event: PrefillLost) -> bool:
@@ -172,7 +172,7 @@ class Actions:
         self._state.count("sent_back")
         request.fallbacks.note(event.cause)
         self._restore.leave(request, settled=False)
-        self._requeue(request)
+        self.requeue(request)
 
     def try_next_prefill(self, request: Request, event: PrefillLost) -> None:
         """Return to the queue; the next generation uses the next prefill of the list."""
@@ -187,7 +187,7 @@ class Actions:
             self._state.set_deadline(request, request.admission.retry_at_s)
             self._state.count("late_retries")
         request.attempts.try_next()
-        self._requeue(request)
+        self.requeue(request)
 
     def ask_caller(self, request: Request, event: PrefillLost) -> None:
         """Return to the queue; in the next generation the caller computes what the device does not have."""
@@ -195,7 +195,7 @@ class Actions:
         request.fallbacks.note(f"{event.cause}: {event.detail}")
         self._restore.leave(request, settled=event.settled)
         request.recompute.choose()
-        self._requeue(request)
+        self.requeue(request)
 
     def ask_prefill(self, request: Request, event: Progressed) -> None:
         """Return to the queue; the next generation asks prefill for the rest that the caller could not compute."""
@@ -203,9 +203,10 @@ class Actions:
         request.fallbacks.note(f"the recompute failed: {request.recompute.error}")
         self._restore.leave(request, settled=True)
         request.recompute.give_short_up()
-        self._requeue(request)
+        self.requeue(request)
 
-    def _requeue(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
+        """Return a request that has left to the queue, in a new generation."""
         request.begin_generation()
         self.enqueue(request)
 

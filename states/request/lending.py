@@ -118,6 +118,9 @@ class Lending:
         """Return what is in place as the device part, and what host memory has beyond it."""
         found = self._state.index.match(request.namespace, request.keys)
         restored, end = lent.full.restored, found.host_node.depth_pages
+        if end <= restored and self._component_pages is None:
+            # The embedder has all of that: pinned, it would keep the room from pages that are to come.
+            return MatchResult(restored, 0, found.device_node, found.device_node)
         return MatchResult(restored, max(end - restored, 0), found.device_node, found.host_node)
 
     def note_received(self, request: Request) -> None:

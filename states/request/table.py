@@ -80,8 +80,10 @@ A request that returns to the queue holds nothing.
 
 With lent pages (`tidekv.states.request.lending`) the device pages are the caller's. A request is admitted at once, owns
 its lent pages instead of pages of the pool, a reserve and a path in the tree, and ends with READY. A passed deadline,
-and a lost room after the last attempt, are no failures: READY then returns the pages that are in place. The outcome,
-failure included, is reported when nothing writes to the pages any more.
+and a lost room after the last attempt, are no failures: READY then returns the pages that are in place. A request that
+names no prefill ends so when its loads have ended, or plans once more if host memory had no room for all of them
+(`tidekv.states.request.lent_ends`). The outcome, failure included, is reported when nothing writes to the pages any
+more.
 
 The core fires three internal events at a request after every change that may let it move on, in this order, if the
 table has a row for them in its state: `StorageDue`, `PlanDue`, `Progressed`. Guards prevent repeated work.
@@ -111,7 +113,14 @@ from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
-from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
+from tidekv.states.request.lent_ends import (
+    LentEnds,
+    fills_lent_pages,
+    has_all_of_tiers,
+    has_filled_lent_pages,
+    has_more_in_tiers,
+    is_left_to_tiers,
+)
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import Restore
@@ -175,6 +184,20 @@ TRANSITIONS = (
         events.Progressed,
         (TRANSFER,),
         PREALLOC,
+        before=lambda of: of.lent_ends.ask_tiers_again,
+        only_if=has_more_in_tiers,
+    ),
+    Row(
+        events.Progressed,
+        (TRANSFER,),
+        READY,
+        before=lambda of: of.lent_ends.end_without_tiers,
+        only_if=has_all_of_tiers,
+    ),
+    Row(
+        events.Progressed,
+        (TRANSFER,),
+        PREALLOC,
         before=lambda of: of.actions.ask_prefill,
         only_if=guards.has_failed_short,
     ),
@@ -216,6 +239,13 @@ TRANSITIONS = (
     ),
     Row(events.PrefillLost, WITH_ROOM, PREALLOC, before=lambda of: of.actions.ask_caller, only_if=guards.can_recompute),
     # Lent pages: what is in place so far goes back to the caller, which computes the rest.
+    Row(
+        events.PrefillLost,
+        WITH_ROOM,
+        None,
+        before=lambda of: of.lent_ends.wait_for_tiers,
+        only_if=is_left_to_tiers,
+    ),
     Row(
         events.PrefillLost,
         WITH_ROOM,

@@ -24,6 +24,7 @@ from tidekv import (
     open_storage,
 )
 from tidekv.backends.keys.chain import pack_tokens
+from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import RestoredPages
 from tidekv.engine.synthetic.kv import prompt_digests
 
@@ -105,6 +106,62 @@ async def test_without_a_prefill_host_memory_and_storage_serve_what_they_have(ma
         assert (short.is_complete, short.first_token) == (False, None)
         assert short.cause == "prefill failed" and "names no prefill" in short.detail
         assert pair.peer.statistics()["rooms_pending"] == 0
+
+
+LONG = list(range(100, 180))
+"""Twenty pages."""
+
+
+async def kept_in_storage(make_pair) -> Storage:
+    """Storage that has all pages of `LONG`."""
+    storage = open_storage("memory:?capacity=64MiB")
+    async with make_pair(device="lent", storage=storage.sibling()) as pair:
+        pair.kv.fill(list(range(20)), digests(LONG))
+        assert await pair.engine.offer(LONG, range(20)) == OfferedPages(written=20, present=0, declined=0)
+        await pair.engine.wait_settled()
+    return storage
+
+
+async def restore_alone(pair: Pair, tokens: Sequence[int], pages: Sequence[int], have: int = 0) -> RestoredPages:
+    """Restore without a prefill into pages that hold nothing right."""
+    for at in range(have // PAGE_SIZE, len(pages)):
+        pair.kv.fill([pages[at]], [bytes(32)])
+    request = dataclasses.replace(pair.request("alone", tokens), prefill=())
+    restored = await pair.engine.restore_into(request, pages, have)
+    assert sum(restored.sources.values()) == restored.restored_tokens
+    assert wrong(pair, tokens, pages, restored.restored_tokens) == []
+    await pair.assert_nothing_held()
+    return restored
+
+
+async def test_without_a_prefill_the_part_that_tiers_have_is_restored(make_pair) -> None:
+    storage, longer, pages = await kept_in_storage(make_pair), [*LONG, *range(9)], list(range(30, 53))
+    async with make_pair(device="lent", storage=storage) as pair:
+        for tier in ("l3", "l2"):
+            restored = await restore_alone(pair, longer, pages)
+            assert (restored.is_complete, restored.restored_tokens, restored.sources[tier]) == (False, 80, 80)
+            assert restored.cause == "prefill failed" and "names no prefill" in restored.detail
+        await pair.engine.flush(("l2",))
+        # Storage has lost a page: those before it are good.
+        await storage.delete(digests(LONG)[13:14])
+        restored = await restore_alone(pair, LONG, pages[:20])
+        assert (restored.restored_tokens, restored.sources["l3"]) == (52, 52)
+        assert pair.core()["sent_back"] == 0
+
+
+@pytest.mark.parametrize("host_pages", [3, 8])
+async def test_without_a_prefill_a_prompt_longer_than_host_memory_is_restored_in_parts(
+    make_pair, host_pages: int
+) -> None:
+    storage, pages = await kept_in_storage(make_pair), list(range(30, 50))
+    async with make_pair(device="lent", storage=storage, host_pages=host_pages) as pair:
+        restored = await restore_alone(pair, LONG, pages)
+        assert (restored.is_complete, restored.sources["l3"]) == (True, 80)
+        # Once more, behind what the host engine has itself, which is in no tier any more.
+        restored = await restore_alone(pair, LONG, pages, have=40)
+        assert (restored.is_complete, restored.sources["l1"]) == (True, 40)
+        longer = await restore_alone(pair, [*LONG, *range(9)], [*pages, 50, 51, 52])
+        assert (longer.is_complete, longer.restored_tokens) == (False, 80)
 
 
 async def test_only_lent_pages_are_restored_without_a_prefill(make_pair) -> None:

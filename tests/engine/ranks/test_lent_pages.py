@@ -18,9 +18,8 @@ OTHERS = [[50, 3, 41, 7, 19, 28, 11, 60, 2, 33, 9], [5, 6, 7, 8, 9, 10, 11, 12, 
 
 async def restore(world: Any, member: Any, request_id: str, have_tokens: int = 0, **options: Any) -> Any:
     pages = OTHERS[member.number]
-    request = DecodeRequest(
-        request_id=request_id, tokens=world.PROMPT, prefill=",".join(member.prefills), send_prompt=True, **options
-    )
+    options = {"prefill": ",".join(member.prefills), "send_prompt": True, **options}
+    request = DecodeRequest(request_id=request_id, tokens=world.PROMPT, **options)
     restored = await member.engine.restore_into(request, pages, have_tokens)
     in_place = -(-restored.restored_tokens // world.PAGE_SIZE)
     digests = prompt_digests(pack_tokens(world.PROMPT), world.PAGE_SIZE)
@@ -70,6 +69,21 @@ async def test_what_the_storage_of_one_rank_lacks_is_sent_to_all(world) -> None:
         await members[0].engine.flush(("l2",))
         members[1].storage.fault = "nothing"
         assert (await restore_all(world, members, "cut")).sources == tokens(world, transfer=len(world.PROMPT))
+        await world.settle(members)
+
+
+@pytest.mark.parametrize("fault", ["", "nothing"])
+async def test_without_a_prefill_all_ranks_get_the_part_that_the_storage_of_all_has(world, fault: str) -> None:
+    async with world.instance(2, device="lent") as members:
+        await restore_all(world, members, "first")
+        await offer_all(world, members)
+        await world.settle(members)
+        await members[0].engine.flush(("l2",))
+        members[1].storage.fault = fault
+        restored = await restore_all(world, members, "alone", prefill=())
+        full = 0 if fault else world.FULL_PAGES * world.PAGE_SIZE
+        assert (restored.sources, restored.is_complete) == (tokens(world, l3=full), False)
+        assert restored.cause == "prefill failed"
         await world.settle(members)
 
 

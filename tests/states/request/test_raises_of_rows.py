@@ -18,10 +18,17 @@ from tidekv.states.records.request import Request
 from tidekv.states.records.stages import State
 from tidekv.states.request import table
 from tidekv.states.request.guards_and_actions import has_failed_short
-from tidekv.states.request.lent_ends import fills_lent_pages, has_filled_lent_pages
+from tidekv.states.request.lent_ends import (
+    fills_lent_pages,
+    has_all_of_tiers,
+    has_filled_lent_pages,
+    has_more_in_tiers,
+    is_left_to_tiers,
+)
 from tidekv.states.request.table import TRANSITIONS, Row
 
 EIGHT = b"abcdefgh"
+WITHOUT_PREFILL = (is_left_to_tiers, has_all_of_tiers, has_more_in_tiers)
 TWO_TIERS_TO_CUT = (State.MATCH, State.PREFETCH, State.LOCAL_RESTORE)
 Stimulus = Callable[[Rig], object]
 
@@ -116,6 +123,22 @@ def lost_prefill(rig: Rig, state: State, **fields: object) -> Stimulus:
     return lambda rig: rig.step(events.WriterLost, writer="prefill.1", cause="silence")
 
 
+def left_to_tiers(rig: Rig, state: State) -> Stimulus:
+    rig.bring(state, prefills=events.NOBODY)
+    rig.take(commands.SendPromise)
+    return lambda rig: rig.step(events.RoomFailed, request_id="a", generation=0, cause="nobody", settled=True)
+
+
+def part_of_tiers(rig: Rig, state: State) -> Stimulus:
+    """Storage has all eight pages, and host memory room for two of them."""
+    rig.answer(rig.ask_storage(prefills=events.NOBODY), 8)
+    rig.take(commands.SendPromise)
+    rig.step(events.RoomFailed, request_id="a", generation=0, cause="nobody", settled=True)
+    rig.fetched(rig.take(commands.FetchPages))
+    copy = rig.take(commands.CopyPages)
+    return lambda rig: rig.copied(copy)
+
+
 def recomputed(rig: Rig, state: State, error: str = "") -> Stimulus:
     in_room(rig, State.TRANSFER, can_recompute=True)
     rig.step(events.WriterLost, writer="prefill.1", cause="silence")
@@ -174,6 +197,10 @@ def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
             return lost_prefill(rig, state, can_recompute=True)
         case "ask_prefill", _:
             return short_rest_failed(rig, state)
+        case "wait_for_tiers" | "end_without_tiers", _:
+            return left_to_tiers(rig, state)
+        case "ask_tiers_again", _:
+            return part_of_tiers(rig, State.LOCAL_RESTORE)
         case "fail_by_recompute", _:
             return recomputed(rig, state, error="no")
         case _, "waits_for_copies":
@@ -234,8 +261,15 @@ def play(row: Row, part: str, state: State, times: int) -> tuple[Plant, Rig, lis
     with pytest.MonkeyPatch.context() as patch:
         plant = Plant(patch, row, part, state)
         lends = row.only_if is has_filled_lent_pages or (part == "before" and row.only_if is fills_lent_pages)
+        lends = lends or row.only_if in WITHOUT_PREFILL
         threshold = 8 if row.only_if is has_failed_short else 0
-        rig = Rig(growth_reserve_pages=0 if lends else 1, lends_device=lends, recompute_threshold=threshold)
+        host_pages = 2 if row.only_if is has_more_in_tiers else 32
+        rig = Rig(
+            growth_reserve_pages=0 if lends else 1,
+            lends_device=lends,
+            recompute_threshold=threshold,
+            host_pages=host_pages,
+        )
         noted: list[Any] = []
         original = CoreState.note_raise
 
