@@ -2,6 +2,8 @@
 
 They have as many ranks as this one, and each of their ranks deals with the rank at its place. What they send is drawn
 from random sources of their own, so that runs without them stay what they were.
+
+Each of them hands prompts over to a worker of one rank, which hands its cache over to each.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ CALLS_FROM = 1_000_000
 """Their reads are numbered from here on the first rank, and from so much more on each further one, apart from the hints
 of an orchestrator.
 """
+HAND_OVERS_FROM = 500_000
+"""Prompts and caches that are handed over are numbered from here among those."""
 READS_OF_AN_ARRIVAL = (0, 0, 1, 2)
+HANDS_OVER = 0.2
+"""Probability that another worker hands a prompt over that begins like that of a new request."""
+IS_HANDED_OVER = 0.06
+"""Probability that this worker hands its cache over when a request arrives."""
 
 
 def draws_neighbours(seed: int) -> bool:
@@ -69,6 +77,17 @@ class Neighbours:
                     rank.schedule.after(
                         delay_s + lag_s, rank.with_neighbours.ask, self._reads, namespace, asked, pages_max
                     )
+        if self.ranks > 1:
+            return
+        (rank,) = self._world.ranks
+        if random.random() < HANDS_OVER:
+            more = b"".join(bytes([random.randrange(97, 123)]) * width for _ in range(random.choice((0, 0, 3))))
+            handed = keys[: random.randint(1, len(keys) // width + 1) * width] + more
+            if handed:
+                delay_s = random.choice((0.0, 0.5)) * random.random()
+                rank.schedule.after(delay_s, rank.with_neighbours.offer, namespace, handed)
+        if random.random() < IS_HANDED_OVER:
+            rank.schedule.after(0.0, rank.with_neighbours.take_all)
 
 
 class NeighboursOfRank:
@@ -85,6 +104,99 @@ class NeighboursOfRank:
         """By number, the tags of a prefix that a neighbour has asked for, and the pages that may be shared in all."""
         self._shared: dict[int, int] = {}
         """By operation, the pages that a neighbour reads."""
+        self._hand_overs = 0
+        self._handed: dict[int, int] = {}
+        """By number, the pages of a prompt that a neighbour hands over."""
+        self._runs: set[int] = set()
+        """Runs to hand the cache over that have no report."""
+
+    def _next_call(self) -> int:
+        self._hand_overs += 1
+        return self._calls_from + HAND_OVERS_FROM + self._hand_overs
+
+    # --- Their prompts ---
+
+    def offer(self, namespace: str, keys: bytes) -> None:
+        """Have a neighbour hand a prompt over."""
+        rank, random = self._rank, self._random
+        call = self._next_call()
+        self._handed[call] = len(keys) // rank.settings.key_bytes
+        rank.tell(
+            events.HintReceived(
+                at_s=rank.now_s,
+                call=call,
+                action="take",
+                namespace=namespace,
+                keys=keys,
+                ttl_s=random.choice((0.0, 0.05, 30.0)),
+                peer=random.choice(NAMES),
+                heat=(
+                    random.choice((0, 30, 900)),
+                    random.choice((0, 900)),
+                    random.randrange(4),
+                    random.randrange(-1, 2),
+                ),
+            )
+        )
+
+    # --- Prompts of this worker ---
+
+    def take_all(self) -> None:
+        """Have this worker hand its cache over to a neighbour."""
+        rank, random = self._rank, self._random
+        call = self._next_call()
+        self._runs.add(call)
+        within_s, goes_on = random.choice((0.0, 0.05, 2.0, 30.0)), random.random() < 0.3
+        rank.tell(
+            events.StoreRequested(
+                at_s=rank.now_s, call=call, within_s=within_s, to=random.choice(NAMES), goes_on=goes_on
+            )
+        )
+
+    def offered(self, command: commands.HandPrompt) -> None:
+        """Take a prompt of this worker, which must have it in host memory until the answer."""
+        rank, faults, random = self._rank, self.faults, self._random
+        rank.outcomes.begin(command.op)
+        if faults.hits("neighbour_raises_at_offer"):
+            rank.outcomes.raised(command.op)
+            return
+        namespace, keys = rank.core.keys_stored(command.op)
+        self._check_offered(command, namespace, keys)
+        there = command.page_count
+        error, refuses, delay_s = "", False, min(rank.delay(), command.timeout_s)
+        if faults.hits("neighbour_refuses"):
+            there, error, refuses = 0, "refused", True
+        elif faults.hits("neighbour_is_full"):
+            there, error, refuses = random.randint(0, there), "full", True
+        elif faults.hits("neighbour_takes_nothing"):
+            there, error, delay_s = 0, "no answer", command.timeout_s
+        elif faults.hits("neighbour_takes_nonsense"):
+            there += random.choice((7, -99))
+        brought = random.randint(0, max(there, 0))
+
+        def answer() -> None:
+            self._check_offered(command, namespace, keys)
+            rank.outcomes.tell(
+                lambda at_s: events.PromptHanded(
+                    at_s=at_s, op=command.op, there=there, brought=brought, error=error, refuses=refuses
+                ),
+                command.op,
+            )
+
+        rank.schedule.after(delay_s, answer)
+
+    def _check_offered(self, command: commands.HandPrompt, namespace: str, keys: bytes) -> None:
+        found = self._rank.core.state.index.host_end(namespace, keys).depth_pages
+        if found != command.page_count or len(keys) != found * self._rank.settings.key_bytes or command.timeout_s <= 0:
+            raise Violation(f"{command} offers {len(keys)} bytes of keys, and host memory has {found} pages of them")
+
+    def all_handed(self, command: commands.ReportStored) -> None:
+        """Take the report of a run to hand the cache over. Raises a Violation for a second one."""
+        if command.call not in self._runs:
+            raise Violation(f"{command}, but no such run was asked for")
+        self._runs.remove(command.call)
+        if min(command.stored, command.present, command.left - command.failed, command.failed) < 0:
+            raise Violation(f"{command} does not add up")
 
     # --- Reads from them ---
 
@@ -97,7 +209,11 @@ class NeighboursOfRank:
             return
         if command.peer not in NAMES or command.timeout_s > self._wait_s:
             raise Violation(f"{command} is no read from a neighbour, or may take too long")
-        tags = rank.caller(command.request_id).tags
+        if command.request_id:
+            tags = rank.caller(command.request_id).tags
+        else:
+            # A prompt that the neighbour hands over.
+            tags = rank.contents.tags(*rank.core.keys_stored(command.op), rank.settings.key_bytes)
         wanted = [tags[at] for at in command.positions if at < len(tags)]
         if len(wanted) != len(command.host_pages):
             raise Violation(f"{command} requests pages that the prompt does not have")
@@ -171,8 +287,12 @@ class NeighboursOfRank:
         rank.schedule.after(delay_s, end)
 
     def answered(self, command: commands.ReportHinted) -> None:
-        """Take the answer to a read. Raises a Violation for a second one."""
-        self._answer(command.call)
+        """Take the answer to a read, or to a prompt that was handed over. Raises a Violation for a second one."""
+        pages = self._handed.pop(command.call, None)
+        if pages is None:
+            self._answer(command.call)
+        elif not 0 <= command.brought <= pages or not 0 <= command.page_count <= pages:
+            raise Violation(f"{command} of a prompt of {pages} pages")
 
     def refused(self, call: events.ShareRequested) -> None:
         """Take that not all ranks were asked for the same. A rank that was not asked has no read."""
@@ -183,7 +303,7 @@ class NeighboursOfRank:
         if self._reads.pop(call, None) is None:
             raise Violation(f"an answer to read {call}, but no neighbour waits for that")
 
-    def is_asked_by(self, command: commands.ReportHinted) -> bool:
+    def is_asked_by(self, command: commands.ReportHinted | commands.ReportStored) -> bool:
         """Whether a neighbour gets this answer."""
         return command.call > CALLS_FROM
 
@@ -191,3 +311,5 @@ class NeighboursOfRank:
         """Raise a Violation if a read has no answer or no end."""
         if self._reads or self._shared:
             raise Violation(f"reads {list(self._reads)} were not answered, or {list(self._shared)} have not ended")
+        if self._handed or self._runs:
+            raise Violation(f"prompts {list(self._handed)} were not answered, or runs {self._runs} not reported")

@@ -155,6 +155,7 @@ class Rank:
             commands.QueryStorage: storage.query,
             commands.FetchPages: lambda command: (self.with_neighbours if command.peer else storage).fetch(command),
             commands.SharePages: lambda command: self.with_neighbours.share(command),
+            commands.HandPrompt: lambda command: self.with_neighbours.offered(command),
             commands.StorePages: storage.store,
             commands.ProbeStorage: storage.probe,
             commands.CopyPages: self.copies.copy,

@@ -178,6 +178,11 @@ class Rig:
 
     # --- Prefill ---
 
+    def handed(self, offer: commands.HandPrompt, there: int | None = None, **fields: object) -> list[commands.Command]:
+        """Answer for the worker that a prompt was offered to; by default it has read all of it."""
+        there = offer.page_count if there is None else there
+        return self.step(events.PromptHanded, op=offer.op, **{"there": there, "brought": there, **fields})
+
     def promised(
         self, promise: commands.SendPromise, writer: str = "prefill.1", ranks: int = 1
     ) -> list[commands.Command]:
@@ -246,6 +251,8 @@ class Rig:
                         self.copied(wish)
                     case commands.StorePages():
                         self.stored(wish)
+                    case commands.HandPrompt():
+                        self.handed(wish)
                     case commands.SendPromise():
                         self.serve(wish)
                     case commands.SendExtend():

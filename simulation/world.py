@@ -262,6 +262,9 @@ class World:
         """Take the report of a request to store everything."""
         if rank.is_solo:
             return
+        if rank.neighbours is not None and rank.neighbours.is_asked_by(command):
+            rank.neighbours.all_handed(command)
+            return
         if (rank.number, command.call) not in self._to_report:
             raise Violation(f"{command}, which was not asked for, or is reported twice")
         self._to_report.remove((rank.number, command.call))

@@ -96,6 +96,19 @@ class StorePages(OperationCommand, frozen=True, kw_only=True):
     first: int = 0
 
 
+class HandPrompt(OperationCommand, frozen=True, kw_only=True):
+    """Offer the prompt whose keys `Core.keys_stored` gives to the decode worker at `peer`, which reads from host memory
+    here what it lacks of the first `page_count` pages → PromptHanded.
+
+    `heat` as in HintReceived. The worker has `timeout_s` for it.
+    """
+
+    peer: str
+    page_count: int
+    heat: tuple[int, int, int, int]
+    timeout_s: float
+
+
 class ProbeStorage(OperationCommand, frozen=True, kw_only=True):
     """Test whether storage can be used again after failures → StorageProbed."""
 
@@ -316,7 +329,8 @@ class ReportStored(Command, frozen=True, kw_only=True):
     """Report a run that has stored everything, or has ended before. Numbers of full pages, but for the second.
 
     Storage has got `stored`, and `components_stored` pages of components; it had `present`. It lacks `left` of what
-    device and host have; the last write of `failed` of them has failed.
+    device and host have; the last write of `failed` of them has failed. Of a run to another decode worker, the same
+    about its host memory; `cause` is its last word about pages that it does not take.
     """
 
     call: int
@@ -327,16 +341,22 @@ class ReportStored(Command, frozen=True, kw_only=True):
     failed: int
     seconds: float
     """Duration of the run."""
+    cause: str = ""
 
 
 class ReportHinted(Command, frozen=True, kw_only=True):
     """Report the outcome of a hint, or of a read by a peer: "accepted", "clipped" (for fewer pages), "deferred" (in
     use), "missing" or "rejected", and the number of pages it concerns.
+
+    Of a prompt that is taken, `page_count` is what host memory has of it now, `brought` what it got, and `cause` is
+    why it has not all.
     """
 
     call: int
     outcome: str
     page_count: int
+    brought: int = 0
+    cause: str = ""
 
 
 class ForgetTokens(Command, frozen=True, kw_only=True):

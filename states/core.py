@@ -68,6 +68,7 @@ from tidekv.states.request.restore import PlanSources, Restore
 from tidekv.states.request.table import Rules, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission
 from tidekv.states.storage.peer_fetches import PeerFetches
+from tidekv.states.storage.taken_prompts import TakenPrompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
@@ -127,6 +128,7 @@ class Core:
         component_storage = None if self.component_pages is None else self.component_pages.storage
         self.lookahead = LookAhead(self.state, self.storage, component_storage)
         self.hints = Hints(self.state, self.storage, lambda: self.lookahead.pages)
+        self.taken_prompts = TakenPrompts(self.state, self.peers)
         missing = None if self.component_pages is None else self.component_pages.missing
         self.early = EarlyReady(self.state, self.rooms, missing)
         self.restore = Restore(
@@ -292,7 +294,8 @@ class Core:
         self.offers.begin(event)
 
     def _hint_received(self, event: events.HintReceived) -> None:
-        self.state.run_guarded(partial(self.hints.take, event), recover=partial(self.hints.refuse, event))
+        taker = self.taken_prompts if event.action == "take" else self.hints
+        self.state.run_guarded(partial(taker.take, event), recover=partial(taker.refuse, event))
 
     def _share_requested(self, event: events.ShareRequested) -> None:
         self.state.run_guarded(partial(self.hints.share, event), recover=partial(self.hints.refuse_share, event))

@@ -195,21 +195,27 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 
 
 class StoreRequested(Event, frozen=True, kw_only=True):
-    """This worker is about to go away: what storage lacks of all cached pages is stored, at most for `within_s`.
+    """This worker is about to go away: what storage lacks of all cached pages is stored, at most for `within_s`; or,
+    with `to`, the address of another decode worker, what that one lacks is handed over.
 
-    It ends the run of an earlier one; with 0 it does nothing else. ReportStored returns `call`.
+    It ends the run of an earlier one; with 0 it does nothing else. `goes_on`: the run of an earlier one to the same
+    worker goes on, which has what that one found there. ReportStored returns `call`.
     """
 
     call: int
     within_s: float
+    to: str = ""
+    goes_on: bool = False
 
 
 class HintReceived(Event, frozen=True, kw_only=True):
-    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain".
+    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain"; or the decode
+    worker at `peer`, which goes away, hands it over: "take".
 
     `keys` name its full pages. `tier` is the lowest tier that a demotion goes to: "host" or "storage". A pin, and the
-    reads of a prefetch, end `ttl_s` later. All pins together hold `pages_max` host pages at most.
-    ReportHinted returns `call`.
+    reads of a prefetch or of a prompt that is taken, end `ttl_s` later. All pins together hold `pages_max` host pages
+    at most. `heat` is that of the prompt at `peer`: uses of its cache since the prompt was used, and since it was
+    inserted, hits, priority. ReportHinted returns `call`.
     """
 
     call: int
@@ -219,6 +225,8 @@ class HintReceived(Event, frozen=True, kw_only=True):
     tier: str = "host"
     ttl_s: float = 0.0
     pages_max: int = 0
+    peer: str = ""
+    heat: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class ShareRequested(Event, frozen=True, kw_only=True):
@@ -314,6 +322,20 @@ class PagesStored(Event, frozen=True, kw_only=True):
     error: str = ""
     intact: int | None = None
     written: int = 0
+
+
+class PromptHanded(Event, frozen=True, kw_only=True):
+    """A prompt was offered to the worker that takes this one's place. Its host memory has the first `there` of the
+    pages now; `brought` of them it got by that.
+
+    `error` is why it has not all. `refuses`: it takes no further prompt either.
+    """
+
+    op: int
+    there: int
+    brought: int
+    error: str = ""
+    refuses: bool = False
 
 
 class StorageProbed(Event, frozen=True, kw_only=True):
@@ -476,6 +498,7 @@ Outcome: TypeAlias = (
     | PagesFetched
     | CopyEnded
     | PagesStored
+    | PromptHanded
     | StorageProbed
     | Recomputed
     | EarlyUseEnded
@@ -505,6 +528,7 @@ AnyEvent = (
     | CopyEnded
     | LayersCopied
     | PagesStored
+    | PromptHanded
     | StorageProbed
     | Recomputed
     | EarlyUseEnded

@@ -114,6 +114,11 @@ REQUIRED: dict[str, dict[str, str]] = {
         "neighbour_reports_nonsense": "The number is limited to the pages that were read.",
         "neighbour_misses_a_rank": "No rank serves the read, after the time for which its reader waits at the most.",
         "neighbour_asks_otherwise": "No rank serves the read.",
+        "neighbour_refuses": "The run that hands the cache over ends with a report: nothing more is offered.",
+        "neighbour_is_full": "What it has taken is noted, nothing more is offered, and the rest is reported as left.",
+        "neighbour_takes_nonsense": "The number is limited to the pages that were offered.",
+        "neighbour_takes_nothing": "The pages are held until the answer is given up; then they are free again.",
+        "neighbour_raises_at_offer": "As an offer that was refused: nothing stays held, and the prompt is left.",
         "share_fails": "The pages that were held for it are given back.",
         "share_raises": "As a read that failed.",
         "share_is_stuck": "Its pages are not evicted, and count towards the bound of all reads by others; nothing else "

@@ -223,6 +223,8 @@ class HintRecord(msgspec.Struct, frozen=True, array_like=True, tag="HintReceived
     tier: str
     ttl_s: float
     pages_max: int
+    peer: str
+    heat: tuple[int, int, int, int]
 
     def event(self) -> HintReceived:
         """Return the event."""

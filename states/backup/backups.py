@@ -15,7 +15,9 @@ can be evicted, and a host receipt for the part of the path that is on the host 
 until they join the tree. A write owns no pages: a host receipt protects those that it reads until it has ended. The
 host pages of a retracted request have one more receipt, until the request resumes or is dropped.
 
-Before this worker goes away, `tidekv.states.backup.store_all` starts backups of all paths that storage lacks.
+Before this worker goes away, `tidekv.states.backup.store_all` starts backups of all paths that storage lacks. Or their
+last step is not a write: the path is offered to the worker that takes this one's place, which reads it from the host. The
+host receipt protects it until that one has answered.
 
 With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and writes start for
 leaves that are about to be evicted, and each backup ends after its one step.
@@ -28,11 +30,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyPages, ForgetTokens, ReportRetracted, StorePages
+from tidekv.states.commands import CopyPages, ForgetTokens, HandPrompt, ReportRetracted, StorePages
 from tidekv.states.components.backups import ComponentWrite
-from tidekv.states.events import PagesStored
+from tidekv.states.events import PagesStored, PromptHanded
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import Measurement
+from tidekv.states.storage.taken_prompts import TakenPart
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ class Backup:
         "copies_ahead",
         "fallbacks",
         "first",
+        "handing",
+        "hands_to",
         "has_failed",
         "host_pages",
         "leaf",
@@ -74,7 +79,9 @@ class Backup:
         "retracts",
         "stores_all",
         "storing",
+        "there",
         "unmarked",
+        "until_s",
         "was_declined",
     )
 
@@ -106,10 +113,20 @@ class Backup:
         self.op = 0
         self.host_pages: PageIds = page_ids()
         self.storing = False
+        self.hands_to = ""
+        """The address of the worker that its path is handed to."""
+        self.until_s = 0.0
+        """When the time for that is over."""
+        self.handing = False
+        """Whether that worker was offered the path, and has not answered."""
+        self.there: PromptHanded | None = None
+        """Its answer."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """Continue with the write to storage after a copy; end after the write."""
-        if self.storing:
+        if self.handing:
+            self._backups.handed(self, event, error)
+        elif self.storing:
             self._backups.stored(self, self._backups.storage.store_ended(event), event)
             if isinstance(event, PagesStored) and event.intact is not None:
                 self._backups.drop_damaged(self, event.intact)
@@ -245,10 +262,19 @@ class Backups:
         self._start(backup, self._begin_store if leaf.device is None else self._begin)
         return backup
 
+    def hand(self, leaf: Node, to: str, *, until_s: float) -> Backup:
+        """Offer the path to `leaf` to the worker at `to`, pages that only the device has by way of the host. Returns
+        the backup, which may have ended already.
+        """
+        backup = Backup(self, None, leaf)
+        backup.hands_to, backup.until_s = to, until_s
+        self._start(backup, self._begin_offer if leaf.device is None else self._begin)
+        return backup
+
     def keys_stored(self, op: int) -> tuple[str, bytes]:
         """Namespace and keys, from the first page on, of an operation without a request, or of component pages."""
         backup = self._state.operations[op]
-        if isinstance(backup, Measurement):
+        if isinstance(backup, Measurement | TakenPart):
             return backup.namespace, backup.keys
         assert isinstance(backup, Backup | ComponentWrite)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
@@ -266,6 +292,10 @@ class Backups:
     def _begin_store(self, backup: Backup) -> None:
         self._pin(backup, backup.leaf)
         self._store_in_turn(backup)
+
+    def _begin_offer(self, backup: Backup) -> None:
+        self._pin(backup, backup.leaf)
+        self._offer(backup)
 
     def _begin_renewal(self, backup: Backup) -> None:
         if backup.leaf.device is not None:
@@ -414,9 +444,55 @@ class Backups:
                 backup.brought = True
             backup.host_pages = backup.host_pages[len(ours) :]
 
+    def _offer(self, backup: Backup) -> None:
+        """Offer a path, which is on the host, to the worker that takes this one's place."""
+        state, leaf = self._state, backup.leaf
+        timeout_s = backup.until_s - state.now_s
+        if timeout_s <= 0:
+            self._end(backup)
+            return
+        # Its outcome ends it: the driver waits no longer than the time-out.
+        backup.op = state.start_operation(backup, deadline_s=float("inf"))
+        backup.handing = True
+        state.emit(
+            HandPrompt(
+                op=backup.op,
+                peer=backup.hands_to,
+                page_count=leaf.depth_pages,
+                heat=state.index.heat_of(leaf),
+                timeout_s=timeout_s,
+            )
+        )
+
+    def handed(self, backup: Backup, event: Outcome, error: str) -> None:
+        """Note the answer to an offer."""
+        if isinstance(event, PromptHanded):
+            pages = backup.leaf.depth_pages
+            there = max(0, min(event.there, pages))
+            brought = max(0, min(event.brought, there))
+            backup.there = PromptHanded(
+                at_s=event.at_s,
+                op=event.op,
+                there=there,
+                brought=brought,
+                error=event.error,
+                refuses=event.refuses,
+            )
+        backup.has_failed = bool(error)
+        self._end(backup)
+
     def _copied(self, backup: Backup) -> None:
         state = self._state
         host_leaf = self._host_leaf(backup.leaf)
+        if backup.hands_to:
+            self._pin(backup, host_leaf)
+            self._unlock(backup)
+            if host_leaf is None:
+                self._end(backup)
+            else:
+                backup.leaf = host_leaf
+                self._offer(backup)
+            return
         # Component pages first: their copies lock the path before this backup gives up its own lock.
         if self._component_pages is not None and host_leaf is not None:
             self._component_pages.begin(host_leaf)

@@ -29,7 +29,7 @@ from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.eviction import EvictionHook, Evictor
 from tidekv.states.prefix.insertion import insert_host_pages, insert_prefix
 from tidekv.states.prefix.invariants import check_index
-from tidekv.states.prefix.node import InsertResult, MatchResult, Node, NodeLoad, Receipt, TierName, redeem
+from tidekv.states.prefix.node import Heat, InsertResult, MatchResult, Node, NodeLoad, Receipt, TierName, redeem
 from tidekv.states.prefix.policies import LRU, EvictionPolicy
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.prefix.tree import PageTree
@@ -148,6 +148,45 @@ class PrefixIndex:
             node = child if whole else None
         return device_pages, pages - device_pages
 
+    def host_end(self, namespace: str, keys: bytes) -> Node:
+        """Return the last node of the cached prefix of `keys` that has host pages, after a split if the prefix ends
+        within it; perhaps a root. The prefix counts as no more recently used.
+        """
+        self._count_pages(keys)
+        tree, at = self.tree, 0
+        node = tree.root(namespace)
+        while at < len(keys):
+            child = node.children.get(keys[at : at + tree.key_bytes])
+            if child is None or child.host is None or child.is_reclaiming:
+                break
+            if not keys.startswith(child.keys, at):
+                return tree.split(child, tree.shared_pages(child.keys, keys, at))
+            node = child
+            at += len(child.keys)
+        return node
+
+    def heat_of(self, node: Node) -> tuple[int, int, int, int]:
+        """Return the heat of a node in the form that another tree takes (`heat_from`): how many uses of the cache ago
+        it was used and inserted, its hits and its priority.
+        """
+        tick = self.tree.tick
+        return (tick - node.tick, tick - node.born, node.hits, node.priority)
+
+    def heat_from(self, heat: tuple[int, int, int, int]) -> Heat:
+        """Return the heat of a node of another tree, as it compares with nodes of this one.
+
+        Uses are the measure, and not seconds: of two caches under the same load, that is how soon eviction comes. In a
+        tree that is younger, ticks are below zero.
+        """
+        used, born, hits, priority = heat
+        return Heat(self.tree.tick - used, self.tree.tick - born, hits, priority)
+
+    def warm(self, node: Node, heat: Heat) -> None:
+        """Make the path to `node` at least as hot as this."""
+        for above in self.path(node):
+            above.tick, above.born = max(above.tick, heat.tick), max(above.born, heat.born)
+            above.hits, above.priority = max(above.hits, heat.hits), max(above.priority, heat.priority)
+
     def path(self, node: Node) -> list[Node]:
         """Return the nodes from below the root down to `node`."""
         nodes = []
@@ -234,12 +273,15 @@ class PrefixIndex:
             raise BrokenInvariant(f"{len(pages)} pages were given for {count} keys")
         return insert_prefix(self.tree, self.device_tier, self.tree.root(namespace), keys, pages, priority)
 
-    def insert_host(self, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:
-        """Insert host pages for `keys` below `node`. Returns the node where they end, and the pages not taken over."""
+    def insert_host(self, node: Node, keys: bytes, pages: PageIds, *, heat: Heat | None = None) -> tuple[Node, PageIds]:
+        """Insert host pages for `keys` below `node`. Returns the node where they end, and the pages not taken over.
+
+        `heat` is that of pages that are new to the tree; None: they are used now.
+        """
         self.tree.require(node)
         if node.host is None or len(pages) != self._count_pages(keys):
             raise BrokenInvariant(f"{len(pages)} host pages cannot be entered below {node}")
-        return insert_host_pages(self.tree, self.host_tier, node, keys, pages)
+        return insert_host_pages(self.tree, self.host_tier, node, keys, pages, heat)
 
     def insert_pending(
         self,

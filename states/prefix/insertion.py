@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidekv.states.prefix.node import InsertResult, Node
+from tidekv.states.prefix.node import Heat, InsertResult, Node
 from tidekv.states.prefix.tiers import DeviceTier, HostTier
 from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
@@ -69,8 +69,11 @@ def insert_prefix(
     return InsertResult(node, table, len(fresh), duplicates, rejected)
 
 
-def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:
-    """Insert host pages, taken over from the caller, for `keys` below `node`, which has host pages itself.
+def insert_host_pages(
+    tree: PageTree, tier: HostTier, node: Node, keys: bytes, pages: PageIds, heat: Heat | None = None
+) -> tuple[Node, PageIds]:
+    """Insert host pages, taken over from the caller, for `keys` below `node`, which has host pages itself. `heat` is
+    that of a new node.
 
     Returns the node where they end, and the pages that the caller still owns: the tree has other host pages for the
     same keys, or a node in RECLAIMING stopped the walk.
@@ -98,7 +101,7 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
         first += shared
     if first < count:
         tier.pool.to_cache(pages[first:])
-        node = tree.add_child(node, keys, first * width, first_key, priority=0)
+        node = tree.add_child(node, keys, first * width, first_key, priority=0, heat=heat)
         tier.attach(node, pages[first:])
     return node, unused
 

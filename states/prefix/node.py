@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -152,6 +152,15 @@ class Node:
         copies = "+".join(name for name, pages in (("device", self.device), ("host", self.host)) if pages is not None)
         first = self.depth_pages - self.page_count
         return f"<Node {self.node_id} {self.namespace!r} pages [{first}, {self.depth_pages}) {copies}>"
+
+
+class Heat(NamedTuple):
+    """What the order of eviction knows of a node: the fields of `Node` of these names. Ticks are those of one tree."""
+
+    tick: int
+    born: int
+    hits: int
+    priority: int
 
 
 class Receipt:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.prefix.node import Node
+from tidekv.states.prefix.node import Heat, Node
 
 if TYPE_CHECKING:
     from tidekv.states.settings import EvictionName
@@ -29,14 +29,14 @@ class EvictionPolicy(ABC):
     """
 
     @abstractmethod
-    def priority(self, node: Node) -> Priority:
+    def priority(self, node: Node | Heat) -> Priority:
         """Return the node's sort key: the lowest is evicted first, ties by age of the node."""
 
 
 class LeastRecentlyUsed(EvictionPolicy):
     """Evicts first what was matched or inserted longest ago."""
 
-    def priority(self, node: Node) -> Priority:
+    def priority(self, node: Node | Heat) -> Priority:
         """Order by the tick of the last touch."""
         return (node.tick,)
 
@@ -44,7 +44,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 class LeastFrequentlyUsed(EvictionPolicy):
     """Evicts first what was matched least often, then longest ago."""
 
-    def priority(self, node: Node) -> Priority:
+    def priority(self, node: Node | Heat) -> Priority:
         """Order by hits, then by the last touch."""
         return (node.hits, node.tick)
 
@@ -55,7 +55,7 @@ class SegmentedLeastRecentlyUsed(EvictionPolicy):
     def __init__(self, *, protected_hits: int = 2) -> None:
         self.protected_hits = protected_hits
 
-    def priority(self, node: Node) -> Priority:
+    def priority(self, node: Node | Heat) -> Priority:
         """Order by segment, then by the last touch."""
         return (node.hits >= self.protected_hits, node.tick)
 
@@ -63,7 +63,7 @@ class SegmentedLeastRecentlyUsed(EvictionPolicy):
 class FirstInFirstOut(EvictionPolicy):
     """Evicts first what was inserted first."""
 
-    def priority(self, node: Node) -> Priority:
+    def priority(self, node: Node | Heat) -> Priority:
         """Order by the tick of the insertion."""
         return (node.born,)
 
@@ -71,7 +71,7 @@ class FirstInFirstOut(EvictionPolicy):
 class LowestPriority(EvictionPolicy):
     """Evicts first what was inserted with the lowest priority, then longest ago."""
 
-    def priority(self, node: Node) -> Priority:
+    def priority(self, node: Node | Heat) -> Priority:
         """Order by the highest priority that an insert gave, then by the last touch."""
         return (node.priority, node.tick)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.prefix.node import Keys, Node, make_root, part_of
+from tidekv.states.prefix.node import Heat, Keys, Node, make_root, part_of
 
 
 class PageTree:
@@ -47,10 +47,12 @@ class PageTree:
         if not root.children and not root.guarded and not root.host_guarded:
             self.roots.pop(root.namespace, None)
 
-    def add_child(self, parent: Node, keys: bytes, first: int, first_key: bytes, *, priority: int) -> Node:
+    def add_child(
+        self, parent: Node, keys: bytes, first: int, first_key: bytes, *, priority: int, heat: Heat | None = None
+    ) -> Node:
         """Add a node for the keys `keys[first:]` below `parent`; `first_key` is the first of them.
 
-        The node has no copy; the caller must attach one at once.
+        The node has no copy; the caller must attach one at once. With `heat` it is not as hot as one that is used now.
         """
         end = len(keys)
         if parent.parent is None:
@@ -65,6 +67,8 @@ class PageTree:
             tick=self.tick,
         )
         node.priority = priority
+        if heat is not None:
+            node.tick, node.born, node.hits, node.priority = heat
         parent.children[first_key] = node
         return node
 

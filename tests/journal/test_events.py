@@ -40,6 +40,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dict[str, tuple[int, ...]]": st.dictionaries(
         st.sampled_from(["window", "state"]), st.lists(st.integers(-1, 16), max_size=4).map(tuple), max_size=2
     ),
+    "tuple[int, int, int, int]": st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     "tuple[str, ...]": st.lists(WORDS, max_size=3).map(tuple),
     "StoragePolicy": st.builds(StoragePolicy),
     "tuple[FoundRun, ...]": st.lists(

@@ -13,10 +13,12 @@ from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS
 from simulation.neighbours import draws_neighbours
 from simulation.simulate import draw_settings, with_neighbours
 from simulation.smallest import find_smallest
+from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
 from tidekv.states.hints import Hints, Share
 from tidekv.states.records.request import Load
 from tidekv.states.storage.peer_fetches import PeerFetches
+from tidekv.states.storage.taken_prompts import TakenPrompts
 from tidekv.states.types import page_ids
 
 SEEDS = range(1, 31)
@@ -44,6 +46,7 @@ def test_several_ranks_have_other_workers_of_as_many_and_all_kinds_of_their_faul
     assert {name for name in rates if struck[name]} == set(rates), struck
     for name in ("peer_fetches", "peer_fetches_late", "peer_pages_short", "pages_shared", "peer_pages_declined"):
         assert counted[name], name
+    assert counted["pages_handed"] and counted["pages_taken"]
 
 
 def test_the_same_seed_is_the_same_run_and_without_them_it_is_another() -> None:
@@ -111,6 +114,22 @@ def what_a_peer_did_not_send_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PeerCalls, "fetch_ended", lambda self, event: ended(self, event) + 1)
 
 
+def an_offered_prompt_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    offered = Backups._offer
+
+    def offer(self: Backups, backup: Backup) -> None:
+        offered(self, backup)
+        if backup.handing:
+            self._pin(backup, None)
+
+    patch.setattr(Backups, "_offer", offer)
+
+
+def what_a_worker_did_not_hand_over_counts(patch: pytest.MonkeyPatch) -> None:
+    landed = TakenPrompts.landed
+    patch.setattr(TakenPrompts, "landed", lambda self, part, valid: landed(self, part, len(part.host_pages)))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -119,6 +138,8 @@ def what_a_peer_did_not_send_counts(patch: pytest.MonkeyPatch) -> None:
         a_share_forgets_its_bound,
         a_share_never_ends,
         what_a_peer_did_not_send_counts,
+        an_offered_prompt_is_not_held,
+        what_a_worker_did_not_hand_over_counts,
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -208,6 +208,62 @@ def store_all_late(rig: Rig) -> Step:
     return lambda rig: rig.wait_until(10.0)
 
 
+def hand_all(rig: Rig) -> Step:
+    lacking_everything(rig)
+    return lambda rig: rig.step(events.StoreRequested, call=1, within_s=10.0, to="new:1")
+
+
+def hand_all_copied(rig: Rig) -> Step:
+    hand_all(rig)(rig)
+    copy, *others = rig.take_all(commands.CopyPages, target="host")
+    rig.pending += others
+    return lambda rig: rig.copied(copy)
+
+
+def hand_all_answered(rig: Rig) -> Step:
+    hand_all(rig)(rig)
+    offer, *others = rig.take_all(commands.HandPrompt)
+    rig.pending += others
+    # Within a node.
+    return lambda rig: rig.handed(offer, 3)
+
+
+def hand_all_refused(rig: Rig) -> Step:
+    hand_all(rig)(rig)
+    offer, *others = rig.take_all(commands.HandPrompt)
+    rig.pending += others
+    return lambda rig: rig.handed(offer, 0, error="no room", refuses=True)
+
+
+def hand_all_late(rig: Rig) -> Step:
+    hand_all(rig)(rig)
+    return lambda rig: rig.wait_until(10.0)
+
+
+def take_prompt(rig: Rig) -> Step:
+    rig.make_cached("past", EIGHT[:2])
+    return lambda rig: rig.step(
+        events.HintReceived, call=-1, action="take", namespace="", keys=EIGHT, ttl_s=10.0, peer="old:1"
+    )
+
+
+def take_prompt_landed(rig: Rig) -> Step:
+    take_prompt(rig)(rig)
+    fetch = rig.take(commands.FetchPages)
+    return lambda rig: rig.fetched(fetch)
+
+
+def take_prompt_short(rig: Rig) -> Step:
+    take_prompt(rig)(rig)
+    fetch = rig.take(commands.FetchPages)
+    return lambda rig: rig.fetched(fetch, 1, error="the peer was lost")
+
+
+def take_prompt_late(rig: Rig) -> Step:
+    take_prompt(rig)(rig)
+    return lambda rig: rig.wait_until(10.0)
+
+
 READY, FAILED = "ReportReady", "ReportFailed"
 STORIES = [
     RequestTrace("arrival", arrival, ends=(READY,)),
@@ -234,4 +290,9 @@ STORIES = [
     RequestTrace("store all copied", store_all_copied, ends=("",)),
     RequestTrace("store all stored", store_all_stored, ends=("",)),
     RequestTrace("store all late", store_all_late, ends=("",)),
+    RequestTrace("hand all", hand_all, ends=("",)),
+    RequestTrace("hand all copied", hand_all_copied, ends=("",)),
+    RequestTrace("hand all answered", hand_all_answered, ends=("",)),
+    RequestTrace("take prompt", take_prompt, ends=("",)),
+    RequestTrace("take prompt landed", take_prompt_landed, ends=("",)),
 ]
