@@ -92,6 +92,7 @@ MORE = {
     "engine.page_checksums": "operating.md#checksums-of-pages",
     "engine.namespace_share": "how-it-works.md#eviction",
     "engine.close_store_s": "when-a-worker-goes-away.md#a-drain-that-stores",
+    "engine.cache_peers.close_to": "when-a-worker-goes-away.md#a-drain-to-a-successor",
     "engine.admission.prefill_share": "how-it-works.md#page-ownership",
     "engine.snapshots.per_request": "embedding.md#snapshots-of-states",
     "engine.peer.staging_bytes": "ranks.md#prefill-with-ranks",

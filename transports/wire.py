@@ -28,11 +28,14 @@ FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
 CAUSE_CHARACTERS_MAX = 2048
+NAMESPACE_CHARACTERS_MAX = 16384
+"""Maximum characters of a joined namespace."""
 NAME_CHARACTERS_MAX = 512
 LENGTH = frames.LENGTH
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # Grows with every request that decode accepts.
+Uses = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
 SECONDS_MAX = 1e9
@@ -352,6 +355,41 @@ class Received(Message, frozen=True, tag="received"):
     room: RoomId
 
 
+class OfferPrompt(Message, frozen=True, tag="offer_prompt"):
+    """A decode worker that goes away asks another one to take a prompt, whose pages that one then reads as a peer.
+
+    It reads them at the `shares_at` of the Hello, within `within_s` seconds, and answers with PromptTaken of the same
+    `number`. `namespace` is the joined name. `heat` is what the order of eviction knows of it: the uses of the cache
+    since the prompt was used and since it was inserted, its hits and its priority.
+    """
+
+    number: Count
+    namespace: Annotated[str, msgspec.Meta(max_length=NAMESPACE_CHARACTERS_MAX)]
+    tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
+    heat: tuple[Uses, Uses, Count, Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]
+    within_s: Seconds
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) % 4:
+            raise ValueError(f"tokens are {len(self.tokens)} bytes: each has 4, and a prompt has one at least")
+
+
+class PromptTaken(Message, frozen=True, tag="prompt_taken"):
+    """The answer to OfferPrompt: host memory has the first `there` pages of the prompt now, `brought` of them by it.
+
+    `cause` is why it has not all of them. `refuses`: it takes no further prompt of this worker either.
+    """
+
+    number: Count
+    there: Count = 0
+    brought: Count = 0
+    cause: Cause = ""
+    refuses: bool = False
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
+
 class Ping(Message, frozen=True, tag="ping"):
     """Sign of life; `sent_at` is the sender's own clock.
 
@@ -388,6 +426,8 @@ AnyMessage = (
     | Drained
     | Declined
     | Received
+    | OfferPrompt
+    | PromptTaken
     | Ping
     | Bye
 )
@@ -412,13 +452,23 @@ class Inbound:
 FROM_DECODE: Final = Inbound(
     first=msgspec.msgpack.Decoder(Hello | Declined | Bye),
     later=msgspec.msgpack.Decoder(
-        Promise | Extend | StagingGranted | FailedRoom | Abort | Declined | Received | Ping | Bye,
+        Promise | Extend | StagingGranted | FailedRoom | Abort | Declined | Received | OfferPrompt | Ping | Bye,
     ),
 )
 FROM_PREFILL: Final = Inbound(
     first=msgspec.msgpack.Decoder(Hello | Bye),
     later=msgspec.msgpack.Decoder(
-        Chunk | StagingRequest | StagingReturned | Staged | Aux | Refused | FailedRoom | Drained | Ping | Bye
+        Chunk
+        | StagingRequest
+        | StagingReturned
+        | Staged
+        | Aux
+        | Refused
+        | FailedRoom
+        | Drained
+        | PromptTaken
+        | Ping
+        | Bye
     ),
 )
 
@@ -503,7 +553,7 @@ def decode_body(body: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -
 def _check_names(message: AnyMessage) -> None:
     """Raise RemoteProtocolError for a name that would forge lines in a log. Our own names are checked when made."""
     match message:
-        case Ping() | Bye():
+        case Ping() | Bye() | OfferPrompt() | PromptTaken():
             return
         case Hello():
             names = (message.instance, *message.components)
@@ -515,7 +565,7 @@ def _check_names(message: AnyMessage) -> None:
         raise RemoteProtocolError(f"peer sent {type(message).__name__} with a name that is not printable: {name!r}")
 
 
-def _clean_cause(message: Refused | FailedRoom | Bye) -> None:
+def _clean_cause(message: Refused | FailedRoom | PromptTaken | Bye) -> None:
     """Replace the cause by its one-line form, at both ends: it may quote anything, and the other end may be hostile."""
     if (clean := brief(message.cause)) != message.cause:
         msgspec.structs.force_setattr(message, "cause", clean)

@@ -164,6 +164,12 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum share of the host pool that is held for reads by peers."""
     reads_max: PositiveCount = 16
     """Maximum reads by peers at once; further ones are refused."""
+    close_to: PlainText | None = None
+    """host:port of the worker that closing hands the cache over to, as `DecodeEngine.drain(to=…)` does. It needs
+    `listen`.
+    """
+    close_s: Seconds = 30.0
+    """Maximum time for that, beside `close_deadline_s`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,6 +177,10 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
         for address in ",".join(self.ask).split(",") if self.ask else ():
             host_and_port(address, "ask", InvalidConfig)
+        if self.close_to is not None:
+            host_and_port(self.close_to, "close_to", InvalidConfig)
+            if self.listen is None:
+                raise InvalidConfig("cache_peers.close_to needs cache_peers.listen, where the successor reads")
         if len(self.ask) > PEERS_MAX:
             raise InvalidConfig(f"ask: a request has {PEERS_MAX} peers at most, not {len(self.ask)}")
         Dials.parse(self.allow, "allow")
@@ -183,7 +193,8 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
         `dials`. Raises InvalidConfig for peers of another number of ranks.
         """
         try:
-            return (*(address_of_rank(address, rank, ranks) for address in self.ask), *self.allow)
+            named = [*self.ask, *([] if self.close_to is None else [self.close_to])]
+            return (*(address_of_rank(address, rank, ranks) for address in named), *self.allow)
         except InvalidRequest as error:
             raise InvalidConfig(f"cache_peers.ask: {error}") from None
 

@@ -38,7 +38,7 @@ from tidekv.engine.decode.values import (
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
 from tidekv.states.storage_policy import PolicyChanges, StoragePolicy, changed_policy, policy_of
-from tidekv.states.validation import Seconds, SecondsOrZero, Text, checked
+from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -576,7 +576,9 @@ class DecodeEngine:
         joined = self._arrivals.namespace(namespace, lora_name)
         return await look_up(self._runtime, packed, joined, timeout_s=within_s)
 
-    async def drain(self, timeout_s: float | None = None, *, store_s: float = 0.0) -> DrainOutcome:
+    async def drain(
+        self, timeout_s: float | None = None, *, store_s: float = 0.0, to: str | None = None, hand_s: float = 30.0
+    ) -> DrainOutcome:
         """Take no new requests, and wait until live requests are given back, or until the timeout.
 
         Resuming is still possible. Without `timeout_s` it waits as long as callers keep READY requests, or until the
@@ -587,11 +589,24 @@ class DecodeEngine:
         `store_s` seconds in all, which no storage prolongs. Pages that only the device has go by way of host memory;
         `write_tokens_min`, `write_hits_min` and `store_wait_s` still hold. With ranks, give it on the first one
         (InvalidRequest elsewhere), for all.
+
+        With `to`, the `peer_address` of another worker, that one takes the place of storage: it reads full pages from
+        host memory here into its own, within `hand_s` seconds, and gives them free memory and that of prompts that it
+        uses less. It must name this worker in `cache_peers.allow`. Until this engine closes, others still read from it.
+        Raises InvalidRequest without `cache_peers.listen`, with ranks, and together with `store_s`: call it once for
+        each.
         """
         self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
         within_s: float = checked(store_s, SecondsOrZero, "store_s")
-        first = self._stores.begin(within_s) if within_s else None
+        checked(hand_s, SecondsOrZero, "hand_s")
+        successor: str = checked(to, PlainText | None, "to") or ""
+        if to is not None:
+            if within_s:
+                raise InvalidRequest("drain with store_s and to: give one, and call it again with the other")
+            self._stores.check_successor(successor)
+            within_s = hand_s
+        first = self._stores.begin(within_s, to=successor) if within_s else None
         has_live = bool(self._calls.live_ids())
         self._runtime.is_draining = True
         try:
@@ -599,11 +614,11 @@ class DecodeEngine:
             reports = [] if first is None else [await first]
             if reports and has_live and within_s > reports[0].seconds:
                 # What the live requests have left since.
-                reports.append(await self._stores.begin(within_s - reports[0].seconds))
+                reports.append(await self._stores.begin(within_s - reports[0].seconds, to=successor, goes_on=True))
         except BaseException:
             self._stores.stop()
             raise
-        return self._stores.outcome(live, reports)
+        return self._stores.outcome(live, reports, to=successor)
 
     async def _live_after(self, timeout_s: float | None) -> list[str]:
         """Wait until no request is live, or until the timeout; return the ids of those that are."""
@@ -614,16 +629,18 @@ class DecodeEngine:
             return self._calls.live_ids()
         return []
 
-    async def _store(self, within_s: float) -> DrainOutcome:
-        """Store what storage lacks, as `drain` does, and go on taking requests."""
+    async def _store(self, within_s: float, to: str | None) -> DrainOutcome:
+        """Store what storage lacks, or hand the cache over, as `drain` does, and go on taking requests."""
         self._runtime.check_open()
-        done = self._stores.begin(within_s)
+        if to is not None:
+            self._stores.check_successor(to)
+        done = self._stores.begin(within_s, to=to or "")
         try:
             report = await done
         except BaseException:
             self._stores.stop()
             raise
-        return self._stores.outcome(self._calls.live_ids(), [report])
+        return self._stores.outcome(self._calls.live_ids(), [report], to=to or "")
 
     async def wait_formed(self) -> None:
         """Wait until all ranks of the instance are connected; returns at once without ranks.

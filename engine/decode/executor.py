@@ -130,6 +130,7 @@ class Executor:
             commands.QueryStorage: self._query,
             commands.FetchPages: self._fetch,
             commands.SharePages: self._share,
+            commands.HandPrompt: self._hand,
             commands.StorePages: self._store,
             commands.ProbeStorage: self._probe,
             commands.CopyPages: self._copy,
@@ -232,7 +233,9 @@ class Executor:
 
     def _fetch(self, command: commands.FetchPages) -> None:
         if command.peer:
-            prompt = self._calls.live(command.request_id).prompt
+            # Without a request: a prompt that another worker hands over.
+            live = command.request_id
+            prompt = self._calls.live(live).prompt if live else self._prompt_put(command.op)
             self._spawn(self._run_peer_fetch(self._peers, prompt, command), f"fetch {command.op}")
             return
         is_of_request = bool(command.request_id)
@@ -263,6 +266,24 @@ class Executor:
 
     def _share(self, command: commands.SharePages) -> None:
         self._peers.share(command)
+
+    def _hand(self, command: commands.HandPrompt) -> None:
+        namespace, keys = self._storage_calls.keys_put(command.op)
+        self._spawn(self._run_hand(self._peers, command, namespace, keys), f"hand {command.op}")
+
+    async def _run_hand(self, peers: PeerCache, command: commands.HandPrompt, namespace: str, keys: bytes) -> None:
+        there = brought = 0
+        refuses = False
+        try:
+            taken = await peers.hand(command, namespace, keys)
+            there, brought, error, refuses = taken.there, taken.brought, taken.cause, taken.refuses
+        except Exception as raised:
+            error = self._text_of(command, raised)
+        self._post(
+            events.PromptHanded(
+                at_s=self._clock(), op=command.op, there=there, brought=brought, error=error, refuses=refuses
+            )
+        )
 
     @property
     def _peers(self) -> PeerCache:

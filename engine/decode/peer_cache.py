@@ -7,10 +7,14 @@ lets them go. It decides nothing about pages.
 Of several ranks each reads from, and writes to, the rank at its place of the other worker, by links of a single rank.
 Both workers agree by their votes: the reader on how many pages all of its ranks have got, the peer on what it holds
 once all of its ranks were asked.
+
+A worker that goes away hands its cache over to another one, its successor. It offers prompts over its link for reads
+from there; each offer becomes the hint "take" at the successor, whose core reads the pages as those of any peer.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,10 +23,12 @@ import msgspec
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.log import engine_log
 from tidekv.states import events
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RankLost
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RankLost, TidekvError
 from tidekv.states.handover.rank_place import SOLE
+from tidekv.states.storage.taken_prompts import FULL_MEMORY
 from tidekv.states.types import FULL
-from tidekv.transports.control.addresses import address_of_rank, dialable
+from tidekv.transports import wire
+from tidekv.transports.control.addresses import Dials, address_of_rank, dialable
 from tidekv.transports.decode.peer_reads import PeerReads
 from tidekv.transports.prefill.room_writer import RoomCallbacks
 from tidekv.transports.prefill.sender import Sender
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
     from tidekv.engine.config.engine_config import CachePeerOptions, EngineConfig
     from tidekv.engine.decode.pending_calls import PendingCalls
     from tidekv.engine.decode.rank_driver import RankDriver
-    from tidekv.states.commands import FetchPages, SharePages
+    from tidekv.states.commands import FetchPages, HandPrompt, SharePages
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.types import Identity, PoolMemory
@@ -129,8 +135,11 @@ class PeerCache:
         )
         self._tasks = OwnedTasks(f"peers of {transport.instance}", instance=transport.instance)
         self._sender: Sender | None = None
+        self._allowed = Dials.parse((*options.ask, *options.allow))
+        """Where prompts may be taken from."""
+        self._offers = itertools.count(1)
         if options.listen is not None:
-            callbacks = RoomCallbacks(on_room=self._open)
+            callbacks = RoomCallbacks(on_room=self._open, on_offer=self._take)
             self._sender = Sender(transport, rank, clock=clock, callbacks=callbacks, lease_s=times.lease_s)
         self._shares: dict[int, SharePages | None] = {}
         """By number of the hint, the pages that a peer gets; None until the core has answered."""
@@ -139,16 +148,20 @@ class PeerCache:
 
     async def start(self) -> None:
         """Listen, if peers may read. Raises InvalidConfig, TransferFailed."""
-        for peer in self._options.ask:
+        options = self._options
+        if options.close_to is not None and self._place.ranks > 1:
+            raise InvalidConfig(f"cache_peers.close_to is not possible on one of {self._place.ranks} ranks")
+        named = [("ask", address) for address in options.ask]
+        for option, peer in named + ([] if options.close_to is None else [("close_to", options.close_to)]):
             try:
                 self.check_peer(peer)
             except InvalidRequest as error:
-                raise InvalidConfig(f"cache_peers.ask: {error}") from None
-        await self._reads.start()
+                raise InvalidConfig(f"cache_peers.{option}: {error}") from None
         if self._sender is not None:
             assert self._options.listen is not None
             await self._sender.listen(self._options.listen)
             LOG.info("host memory is shared", address=self._sender.address)
+        await self._reads.start(shares_at=self.announced)
 
     @property
     def address(self) -> str | None:
@@ -195,6 +208,80 @@ class PeerCache:
             "shares": {} if self._sender is None else self._sender.statistics(),
         }
 
+    # --- The cache of a worker that goes away ---
+
+    async def hand(self, command: HandPrompt, namespace: str, keys: bytes) -> wire.PromptTaken:
+        """Offer a prompt to the successor of this worker; returns its answer, at the latest after the time-out."""
+        offer = wire.OfferPrompt(
+            number=next(self._offers),
+            namespace=namespace,
+            tokens=self._page_keys.tokens_of(keys),
+            heat=command.heat,
+            within_s=command.timeout_s,
+        )
+        return await self._reads.offer(command.peer, offer)
+
+    async def _take(self, theirs: wire.Hello, offer: wire.OfferPrompt) -> wire.PromptTaken:
+        """Take a prompt of a worker that goes away."""
+        engine, call = self._engine, self._next_call()
+        if why := self._refusal(theirs.shares_at):
+            return wire.PromptTaken(number=offer.number, cause=why, refuses=True)
+        keys = self._page_keys.of(offer.tokens)
+        try:
+            answered = engine.calls.expect_hint(call)
+            engine.front.post(
+                events.HintReceived(
+                    at_s=engine.front.clock(),
+                    call=call,
+                    action="take",
+                    namespace=offer.namespace,
+                    keys=keys,
+                    ttl_s=offer.within_s,
+                    peer=theirs.shares_at,
+                    heat=offer.heat,
+                )
+            )
+            taken = await answered
+        except EngineClosed:
+            return wire.PromptTaken(number=offer.number, cause="it closes", refuses=True)
+        LOG.debug("a prompt was taken", peer=theirs.shares_at, pages=taken.page_count, read=taken.brought)
+        return wire.PromptTaken(
+            number=offer.number,
+            there=taken.page_count,
+            brought=taken.brought,
+            cause=wire.brief(taken.cause),
+            refuses=taken.cause == FULL_MEMORY,
+        )
+
+    def _refusal(self, address: str) -> str:
+        """Return why no prompt is taken of the worker that is read at this address; empty if they are."""
+        engine = self._engine
+        if engine.is_draining or not engine.is_open:
+            return "it drains, or closes"
+        if self._place.ranks > 1:
+            return f"it has {self._place.ranks} ranks, which would have to read the same"
+        if not address:
+            return "no address was named at which this worker is read: set cache_peers.listen, not to all interfaces"
+        try:
+            if not self._allowed.allows(address):
+                raise InvalidRequest(f"{address} is not in its cache_peers.allow")
+            engine.transport.check_address(address)
+        except TidekvError as error:
+            LOG.warning("a worker is not allowed to hand its cache over", peer=address, cause=str(error))
+            return str(error)
+        return ""
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether the cache is being handed over, perhaps since the engine closes."""
+        run = self._engine.core.store_all.run
+        return run is not None and bool(run.to)
+
+    def _next_call(self) -> int:
+        # Below zero, apart from the numbers of the engine's callers.
+        self._calls -= 1
+        return self._calls
+
     # --- Reads of ours ---
 
     async def fetch(self, command: FetchPages, packed: bytes, key_seed: bytes) -> tuple[int, str]:
@@ -202,7 +289,8 @@ class PeerCache:
         ranks = self._engine.ranks
         valid, error = await self._reads.read(
             self.address_of(command.peer),
-            command.request_id,
+            # A room has a name; that of a prompt that is taken appears in both logs.
+            command.request_id or f"handed over, read {command.op}",
             # Operations of the core that follows the loss of a rank are numbered anew.
             command.op + (0 if ranks is None else ranks.generations_from),
             packed=packed,
@@ -236,8 +324,9 @@ class PeerCache:
             room.fail(PrefillCause.RAISED.words(f"{type(error).__name__}: {error}"))
 
     async def _answer(self, room: Room) -> None:
-        if self._engine.is_draining or not self._engine.is_open:
-            room.fail(PrefillCause.CLOSING.words("it drains, or closes"))
+        # One that drains is read until it closes: by its successor, and by requests that move there.
+        if not (self._engine.is_open or self._hands_over):
+            room.fail(PrefillCause.CLOSING.words("it closes"))
             return
         try:
             self._engine.front.check()
@@ -261,10 +350,11 @@ class PeerCache:
         engine, namespace = self._engine, self._namespace_of(room._key_seed)
         if room.tokens is None or namespace is None or len(self._shares) >= ASKS_MAX * self._options.reads_max:
             return None
-        settings = engine.core.settings
-        # Below zero, apart from the numbers of the engine's callers.
-        self._calls -= 1
-        call = self._calls
+        # A prompt that is longer than the share of reads is handed over as well, since nothing else needs the pages.
+        # All ranks ask for the same.
+        is_alone = self._place.ranks == 1
+        share = 1.0 if is_alone and (engine.is_draining or self._hands_over) else self._options.read_share
+        call = self._next_call()
         self._shares[call] = None
         try:
             answered = engine.calls.expect_hint(call)
@@ -275,7 +365,7 @@ class PeerCache:
                     read=f"{room.owner}/{room.request_id}/{room.generation}",
                     namespace=namespace,
                     keys=self._page_keys.of(room.tokens + room.token_behind),
-                    pages_max=int(self._options.read_share * settings.host_pages),
+                    pages_max=int(share * engine.core.settings.host_pages),
                 )
             )
             await answered

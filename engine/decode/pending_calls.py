@@ -102,7 +102,7 @@ class PendingCalls:
         self._tokens_left: dict[int, Prompt] = {}
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
-        self._hints: dict[int, asyncio.Future[tuple[str, int]]] = {}
+        self._hints: dict[int, asyncio.Future[commands.ReportHinted]] = {}
         self._stores: dict[int, asyncio.Future[commands.ReportStored]] = {}
         self._waiters: dict[str, list[tuple[Callable[[], bool], asyncio.Future[None]]]] = {}
         """Waits with a condition, by the request that it is about; "" are those about all."""
@@ -287,10 +287,10 @@ class PendingCalls:
         self._flushes[call] = done
         return done
 
-    def expect_hint(self, call: int) -> asyncio.Future[tuple[str, int]]:
-        """Return a future for the outcome of a hint: its word, and the number of pages."""
+    def expect_hint(self, call: int) -> asyncio.Future[commands.ReportHinted]:
+        """Return a future for the report of a hint."""
         self._check_not_ended()
-        done: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[commands.ReportHinted] = asyncio.get_running_loop().create_future()
         self._hints[call] = done
         return done
 
@@ -620,7 +620,7 @@ class PendingCalls:
         # As with a flush, other ranks have no call.
         done = self._hints.pop(command.call, None)
         if done is not None and not done.done():
-            done.set_result((command.outcome, command.page_count))
+            done.set_result(command)
 
     def _tell_stored(self, command: commands.ReportStored) -> None:
         # As with a flush, other ranks have no call.

@@ -48,7 +48,7 @@ from tidekv.engine.watchdog import Watchdog
 from tidekv.engine.watching import Watcher
 from tidekv.states import events
 from tidekv.states.core import Core
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RankLost, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.records.stages import State
 from tidekv.states.types import FULL
 from tidekv.states.validation import checked, short
@@ -531,7 +531,7 @@ class Runtime:
             )
             self.calls.mark_aborted(request_id)
         self.calls.end_uses()
-        await self._store_at_close()
+        await self.store_calls.at_close(self.config, has_storage=self.storage is not None)
         try:
             async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
                 if self.peers is not None:
@@ -550,19 +550,6 @@ class Runtime:
             )
         self.driver.stop()
         self.calls.end_all("the engine was closed")
-
-    async def _store_at_close(self) -> None:
-        """Store what storage lacks, for at most `close_store_s`, or end the run that a caller has left under way."""
-        within_s = 0.0 if self.storage is None else self.config.close_store_s
-        if self.rank_group is not None and self.rank_group.rank:
-            return  # The first rank's run is that of all.
-        if not within_s:
-            self.store_calls.stop()
-            return
-        try:
-            self.store_calls.outcome([], [await self.store_calls.begin(within_s)])
-        except (EngineClosed, RankLost):
-            return  # The engine broke meanwhile, or has lost a rank: nothing more can be stored.
 
     async def _stop(self) -> None:
         stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)

@@ -10,6 +10,7 @@
 | POST /look_up | tokens of each prompt by tier, storage asked, tokens that prefill would send, and seconds to READY |
 | POST /hints | an outcome for each action of an envelope of KV hints |
 | POST /store | what storage lacked is stored, for a worker that is about to be stopped: `DrainOutcome`, at its end |
+| POST /hand_over | the same to the host memory of another worker, which is named |
 
 The server's thread parses and packs; the engine's loop only looks up, a few prompts at a time.
 """
@@ -78,6 +79,12 @@ class StoreAllRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     within_s: Annotated[float, Meta(gt=0, le=STORE_S_MAX)]
 
 
+class HandOverRequest(StoreAllRequest, frozen=True, forbid_unknown_fields=True):
+    """The address at which the other worker's host memory is read, and the seconds for it."""
+
+    to: PlainText
+
+
 class StatusServer:
     """Serves one engine, from construction until `close`. Make it on the engine's loop."""
 
@@ -85,10 +92,11 @@ class StatusServer:
         self,
         runtime: Runtime,
         hint: Callable[[object], Coroutine[Any, Any, list[HintOutcome]]],
-        store: Callable[[float], Coroutine[Any, Any, DrainOutcome]],
+        store: Callable[[float, str | None], Coroutine[Any, Any, DrainOutcome]],
     ) -> None:
-        """`hint` acts on an envelope, and `store` stores all within so many seconds; both on the engine's loop. Raises
-        InvalidConfig for an address that cannot be served, and a token file that cannot be read.
+        """`hint` acts on an envelope, and `store` stores all within so many seconds, or hands it over to an address;
+        both on the engine's loop. Raises InvalidConfig for an address that cannot be served, and a token file that
+        cannot be read.
         """
         options = runtime.config.status
         assert options.listen is not None, "without it there is no server"
@@ -127,6 +135,7 @@ class StatusServer:
             "/look_up": ("POST", self._look_up),
             "/hints": ("POST", self._hints),
             "/store": ("POST", self._store),
+            "/hand_over": ("POST", self._hand_over),
         }
         if request.path not in routes:
             return HttpResponse(HTTPStatus.NOT_FOUND, f"paths are {', '.join(routes)}\n".encode())
@@ -256,7 +265,15 @@ class StatusServer:
 
     async def _store(self, request: HttpRequest) -> HttpResponse:
         asked = msgspec.json.decode(request.body, type=StoreAllRequest)
-        return _json(asdict(await self._on_loop(self._store_all(asked.within_s), within_s=asked.within_s + LOOP_S)))
+        return await self._all(asked, None)
+
+    async def _hand_over(self, request: HttpRequest) -> HttpResponse:
+        asked = msgspec.json.decode(request.body, type=HandOverRequest)
+        return await self._all(asked, asked.to)
+
+    async def _all(self, asked: StoreAllRequest, to: str | None) -> HttpResponse:
+        work = self._store_all(asked.within_s, to)
+        return _json(asdict(await self._on_loop(work, within_s=asked.within_s + LOOP_S)))
 
     def _packed(self, asked: ProbeRequest) -> tuple[str, list[bytes]]:
         """Return the joined namespace and the packed prompts. Raises InvalidRequest."""

@@ -336,24 +336,30 @@ class OfferedPages:
 
 @dataclass(frozen=True, slots=True)
 class DrainOutcome:
-    """The end of `DecodeEngine.drain`. Counts are of full pages, but for `component_pages`, and 0 with `store_s=0`."""
+    """The end of `DecodeEngine.drain`. Counts are of full pages, but for `component_pages`, and 0 without `store_s` and
+    `to`.
+    """
 
     live: list[str]
     """Ids of the requests that are still live."""
     stored: int = 0
     """Pages that storage has got."""
+    handed: int = 0
+    """Pages that the successor has got."""
     component_pages: int = 0
     """Pages of windows and states that storage has got."""
     present: int = 0
-    """Pages that storage had."""
+    """Pages that storage, or the successor, had."""
     left: int = 0
     """Pages that storage lacks: the time was over, storage failed or is full, the policy keeps them out, or their
-    prompt is longer than host memory.
+    prompt is longer than host memory. Or those that the successor lacks: see `cause`.
     """
     failed: int = 0
-    """Those of `left` of which the last write has failed."""
+    """Those of `left` of which the last write has failed, or that the successor did not take."""
     seconds: float = 0.0
     """Duration of the writes."""
+    cause: str = ""
+    """The last word of the successor about pages that it did not take. Empty: the time was over, or it took all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,6 +42,7 @@ _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
     commands.FetchPages: "fetch",
     commands.SharePages: "share",
+    commands.HandPrompt: "hand",
     commands.StorePages: "store",
     commands.ProbeStorage: "probe",
     commands.CopyPages: "copy",

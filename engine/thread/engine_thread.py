@@ -449,17 +449,26 @@ class EngineThread:
         """See `DecodeEngine.flush`; waits for it."""
         return self.call(lambda engine: engine.flush(tiers, namespace=namespace))
 
-    def drain(self, timeout_s: float | None = None, *, store_s: float = 0.0) -> DrainOutcome:
+    def drain(
+        self, timeout_s: float | None = None, *, store_s: float = 0.0, to: str | None = None, hand_s: float = 30.0
+    ) -> DrainOutcome:
         """Accept no new requests from now on, and wait until live requests are given back or the time is up, and
-        storage has got what it lacked, as far as that takes at most `store_s`. See `DecodeEngine.drain`.
+        storage has got what it lacked, as far as that takes at most `store_s`, or the worker at `to`, within `hand_s`.
+        See `DecodeEngine.drain`.
         """
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
         checked(store_s, SecondsOrZero, "store_s")
         # Refused before it has an effect: without a running thread, and on the engine's own, which cannot wait.
         self._loop.check()
         self._loop.check_elsewhere()
-        self._is_draining = True
-        outcome: DrainOutcome = self.call(lambda engine: engine.drain(timeout_s, store_s=store_s))
+        was_draining, self._is_draining = self._is_draining, True
+        try:
+            outcome: DrainOutcome = self.call(
+                lambda engine: engine.drain(timeout_s, store_s=store_s, to=to, hand_s=hand_s)
+            )
+        except InvalidRequest:
+            self._is_draining = was_draining
+            raise
         return outcome
 
     def wait_settled(self) -> None:

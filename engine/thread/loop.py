@@ -87,7 +87,8 @@ class EngineLoop:
                 self._loop.call_soon_threadsafe(self._stop.set, context=own_context())
         if self._thread.ident is not None:
             config = self.engine.config
-            limit_s = config.close_store_s + config.close_deadline_s + END_S
+            hand_s = config.cache_peers.close_s if config.cache_peers.close_to else 0.0
+            limit_s = hand_s + config.close_store_s + config.close_deadline_s + END_S
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 raise TidekvError(

@@ -160,6 +160,8 @@ class RequestTraces:
         self._kept: dict[int, int] = {}
         """Tokens of a finished request, by its number, until they are backed up."""
         self._hints: deque[_Hint] = deque(maxlen=HINTS_MAX)
+        self._taken: dict[int, events.HintReceived] = {}
+        """By call, prompts that another worker hands over and that are not reported yet; the core bounds them."""
         self._given_away: dict[str, RequestTrace] = {}
         """Retracted requests that may be resumed."""
         # Each kind of command has a handler of that kind only.
@@ -249,6 +251,9 @@ class RequestTraces:
             self._kept[self._live[event.request_id].request_number] = event.tokens
         elif isinstance(event, events.RetractedDropped):
             self._given_away.pop(event.request_id, None)
+        elif isinstance(event, events.HintReceived) and event.action == "take":
+            # Its report comes with the end of its last read, in another step.
+            self._taken[event.call] = event
         elif isinstance(event, events.PolicyChanged):
             self._note_all(at_s, policy_words(self._policy or policy_of(core.settings), event.policy))
             self._policy = event.policy
@@ -256,16 +261,20 @@ class RequestTraces:
             self._note_all(at_s, "storage was attached" if event.available else "storage was detached")
 
     def _hinted(self, command: commands.ReportHinted, at_s: float, core: Core) -> None:
-        """Note the outcome of a hint, or of a read by a peer, at the requests whose prompt it is about, also at those
-        that come later.
+        """Note the outcome of a hint, of a read by a peer, or of a prompt that another worker has handed over, at the
+        requests whose prompt it is about, also at those that come later.
         """
-        event = self._event
+        event = self._taken.pop(command.call, self._event)
         if not isinstance(event, events.HintReceived | events.ShareRequested) or not event.keys:
             return
         count = len(event.keys) // core.settings.key_bytes
         done = f"{command.outcome}, for {command.page_count} pages"
         what = "a read by a peer of" if isinstance(event, events.ShareRequested) else f"a hint to {event.action}"
-        hint = _Hint(at_s, event.namespace, event.keys, f"{what} the first {count} pages was {done}")
+        words = f"{what} the first {count} pages was {done}"
+        if isinstance(event, events.HintReceived) and event.action == "take":
+            done += f", {command.brought} of them read" + (f": {command.cause}" if command.cause else "")
+            words = f"{printable(event.peer)} handed over the first {count} pages before it went away: {done}"
+        hint = _Hint(at_s, event.namespace, event.keys, words)
         self._hints.append(hint)
         for request in core.state.requests.values():
             request_trace = self._live.get(request.request_id)

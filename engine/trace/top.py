@@ -98,8 +98,11 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
     if now.get("tidekv_engine", {}).get(("draining", "engine"), 0) or live.get("pages_to_store"):
         requests = sum(now["tidekv_requests"].values())
         stored = now.get("tidekv_pages_total", {}).get(("stored",), 0)
+        handed = now.get("tidekv_core_total", {}).get(("pages_handed",), 0)
         words = "draining" if now["tidekv_engine"].get(("draining", "engine")) else "storing what storage lacks"
         left = f"{live.get('pages_to_store', 0):.0f} left to store"
+        if handed:
+            left = f"{handed:.0f} handed over, {live.get('pages_to_store', 0):.0f} left"
         lines.append(Text(f"{words}: {requests:.0f} requests live, {stored:.0f} pages stored since the start, {left}"))
     if now.get("tidekv_storage_breaker_open", {}).get((), 0):
         lines.append(Text("storage is not used: the breaker is open", "bold red"))
@@ -115,6 +118,8 @@ def _peers(now: Sample, before: Sample | None, elapsed_s: float) -> list[Table]:
         ("pages read", "tidekv_pages_total", ("from_peers",)),
         ("pages they lacked", "tidekv_core_total", ("peer_pages_short",)),
         ("pages sent to them", "tidekv_pages_total", ("to_peers",)),
+        ("pages handed over", "tidekv_core_total", ("pages_handed",)),
+        ("pages taken over", "tidekv_core_total", ("pages_taken",)),
         ("named by hints, refused", "tidekv_peers_refused_total", ()),
     ]
     rows += [

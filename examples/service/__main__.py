@@ -63,6 +63,11 @@ def main(
     drain_store_s: Annotated[
         float, typer.Option(help="Seconds for which SIGTERM then stores what --storage lacks, for a successor.")
     ] = 0.0,
+    drain_to: Annotated[
+        str,
+        typer.Option(help="--peer-listen address of a service that SIGTERM then hands the cache over to. Empty: none."),
+    ] = "",
+    drain_to_s: Annotated[float, typer.Option(help="Seconds for that.")] = 30.0,
     recompute_threshold: Annotated[
         int, typer.Option(help="Tokens of a prompt that this worker computes itself rather than ask prefill.")
     ] = 0,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tidekv import CachePeerOptions, InvalidConfig, KVEventsOptions, open_storage
-from tidekv.states.validation import SecondsOrZero, checked
+from tidekv.states.validation import SecondsOrZero, checked, host_and_port
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -41,6 +41,8 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_max: int
     drain_timeout_s: float
     drain_store_s: float
+    drain_to: str
+    drain_to_s: float
     recompute_threshold: int
     layer_by_layer: bool
     journal: str
@@ -76,6 +78,10 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         except InvalidConfig as error:
             raise InvalidConfig(f"--peer (ask), --peer-allow, --peer-listen: {error}") from None
 
+    def dials(self) -> list[str]:
+        """Return the addresses of other services that this one may dial."""
+        return [*self.peers().dials_of(0, 1), *([self.drain_to] if self.drain_to else [])]
+
     def check(self) -> None:
         """Raise InvalidConfig for an option that the service could not start with."""
         check_model_directory(self.model)
@@ -83,11 +89,15 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("device_pages", "host_pages", "batch_max", "queue_max"):
             option = f"--{name.replace('_', '-')}"
             checked(getattr(self, name), Annotated[int, Meta(ge=1)], option, InvalidConfig)
-        for name in ("drain_timeout_s", "drain_store_s"):
+        for name in ("drain_timeout_s", "drain_store_s", "drain_to_s"):
             checked(getattr(self, name), SecondsOrZero, f"--{name.replace('_', '-')}", InvalidConfig)
         checked(self.recompute_threshold, Annotated[int, Meta(ge=0)], "--recompute-threshold", InvalidConfig)
         self.events()
         self.peers()
+        if self.drain_to:
+            host_and_port(self.drain_to, "--drain-to", InvalidConfig)
+            if not self.peer_listen:
+                raise InvalidConfig("--drain-to needs --peer-listen, where the other service reads")
         if self.storage:
             open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.
         if self.prefill_storage:

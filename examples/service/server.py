@@ -39,11 +39,10 @@ from tidekv import (
 class DrainingServer(uvicorn.Server):
     """Stops once the worker has drained. A second signal stops it at once, as in uvicorn."""
 
-    def __init__(self, config: uvicorn.Config, worker: DecodeWorker, *, drain_timeout_s: float, store_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, worker: DecodeWorker, options: ServiceOptions) -> None:
         super().__init__(config)
         self._worker = worker
-        self._drain_timeout_s = drain_timeout_s
-        self._store_s = store_s
+        self._options = options
         self._loop = asyncio.get_running_loop()
         self._must_stop = asyncio.Event()
 
@@ -62,9 +61,12 @@ class DrainingServer(uvicorn.Server):
 
     async def _stop_when_drained(self) -> None:
         await self._must_stop.wait()
-        await self._worker.drain(self._drain_timeout_s)
+        options, engine = self._options, self._worker.engine
+        await self._worker.drain(options.drain_timeout_s)
         with suppress(EngineClosed):  # Then the worker's own end says why.
-            await self._worker.engine.drain(0, store_s=self._store_s)
+            if options.drain_to:
+                await engine.drain(0, to=options.drain_to, hand_s=options.drain_to_s)
+            await engine.drain(0, store_s=options.drain_store_s)
         self.should_exit = True
 
 
@@ -107,7 +109,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
                 name=options.name,
                 secret=os.environ.get("TIDEKV_SECRET", ""),
                 # A child's address comes from this program.
-                dials=[*options.prefill, *options.peers().dials_of(0, 1)] if options.prefill else None,
+                dials=[*options.prefill, *options.dials()] if options.prefill else None,
             ),
         )
         if options.recompute_threshold:
@@ -127,9 +129,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             config = uvicorn.Config(
                 Api(worker, storage=options.storage).app(), lifespan="off", log_level="warning", access_log=False
             )
-            server = DrainingServer(
-                config, worker, drain_timeout_s=options.drain_timeout_s, store_s=options.drain_store_s
-            )
+            server = DrainingServer(config, worker, options)
             await prefill_worker.is_up.wait()
             # uvicorn sets these when it serves; a supervisor may stop the service as soon as it has read the address.
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.inside import core_of, runtime_of
-from tests.support.neighbours import PROMPT, Gate, Neighbours, Worker, neighbours, sharing
+from tests.support.neighbours import PROMPT, Gate, Neighbours, Worker, lie, neighbours, sharing
 from tests.support.waits import expected, until
 from tidekv import (
     CachePeerOptions,
@@ -21,8 +21,6 @@ from tidekv import (
     Replayer,
 )
 from tidekv.engine.decode.values import HintedPeers
-from tidekv.states.types import PageIds
-from tidekv.transports.loopback import LoopbackPeer, LoopbackTransport
 
 FROM_PEER = {"l1": 0, "l2": 0, "l3": 0, "transfer": 2, "peer": 40}
 FROM_PREFILL = {"l1": 0, "l2": 0, "l3": 0, "transfer": 42}
@@ -214,7 +212,7 @@ async def test_hints_of_a_request_in_lent_pages_name_peers_too() -> None:
 # --- Peers that fail ---
 
 
-@pytest.mark.parametrize("how", ["no listener", "draining", "another model", "prefill itself", "no room for reads"])
+@pytest.mark.parametrize("how", ["no listener", "another model", "prefill itself", "no room for reads"])
 async def test_a_peer_that_cannot_be_read_costs_a_request_nothing_but_the_attempt(how: str) -> None:
     options = sharing(read_share=0.01) if how == "no room for reads" else sharing()
     model = {"model": "other"} if how == "another model" else {}
@@ -223,8 +221,6 @@ async def test_a_peer_that_cannot_be_read_costs_a_request_nothing_but_the_attemp
         if not model:
             await warm(first)
         address = {"no listener": "nowhere:1", "prefill itself": first.prefill}.get(how, first.address)
-        if how == "draining":
-            assert (await first.engine.drain(0)).live == []
         assert await second.serve(PROMPT, [address]) == FROM_PREFILL
         await second.engine.wait_settled()
         assert second.core()["host_owned"] == 0
@@ -232,6 +228,14 @@ async def test_a_peer_that_cannot_be_read_costs_a_request_nothing_but_the_attemp
         await second.engine.flush()
         assert await second.serve(PROMPT, [address]) == FROM_PREFILL
         assert second.core()["peer_fetches"] == (2 if how == "no room for reads" else 1)
+
+
+async def test_a_peer_that_drains_is_read_until_it_closes() -> None:
+    async with neighbours() as all_of:
+        first, second = all_of.workers
+        await warm(first)
+        assert (await first.engine.drain(0)).live == []
+        assert await second.serve(PROMPT, [first.address]) == FROM_PEER
 
 
 async def test_a_killed_peer_costs_a_part_of_the_time_and_its_death_frees_the_pages(
@@ -305,23 +309,7 @@ async def test_sharing_evicts_nothing_of_the_peer() -> None:
 def lies(monkeypatch: pytest.MonkeyPatch) -> Callable[[Worker], list[int]]:
     """Flip a bit of the fifth page of what a worker writes to others, behind its checksum; returns the pages."""
 
-    def of(writer: Worker, count: int = 1) -> list[int]:
-        flipped: list[int] = []
-        whole = LoopbackTransport.write
-
-        async def write(self: LoopbackTransport, peer: LoopbackPeer, ours: PageIds, theirs: PageIds) -> int:
-            written = await whole(self, peer, ours, theirs)
-            if self is writer.transport and len(flipped) < count:
-                segment = peer.exchange.theirs.segments[0]
-                at = segment.address + theirs[4] * segment.stride_bytes
-                ctypes.c_uint8.from_address(at).value ^= 4
-                flipped.append(theirs[4])
-            return written
-
-        monkeypatch.setattr(LoopbackTransport, "write", write)
-        return flipped
-
-    return of
+    return partial(lie, monkeypatch)
 
 
 async def test_wrong_bytes_are_refused_by_their_checksum_and_the_peer_is_named(

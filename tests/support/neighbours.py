@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from tidekv import (
     CachePeerOptions,
@@ -28,6 +31,8 @@ from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.synthetic.components import wrong_components
 from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.engine.synthetic.prefill import SyntheticPrefill
+from tidekv.states.types import PageIds
+from tidekv.transports.loopback import LoopbackPeer
 
 PAGE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float16", page_size=PAGE)
@@ -93,6 +98,26 @@ class Worker:
     def core(self) -> dict[str, int]:
         """Counts of the core."""
         return dict(self.engine.statistics()["core"])
+
+
+def lie(patch: pytest.MonkeyPatch, writer: Worker, count: int = 1) -> list[int]:
+    """Flip a bit of the fifth page of the next `count` writes of a worker to others, behind its checksum; returns the
+    pages.
+    """
+    flipped: list[int] = []
+    whole = LoopbackTransport.write
+
+    async def write(self: LoopbackTransport, peer: LoopbackPeer, ours: PageIds, theirs: PageIds) -> int:
+        written = await whole(self, peer, ours, theirs)
+        if self is writer.transport and len(flipped) < count:
+            segment = peer.exchange.theirs.segments[0]
+            at = segment.address + theirs[4] * segment.stride_bytes
+            ctypes.c_uint8.from_address(at).value ^= 4
+            flipped.append(theirs[4])
+        return written
+
+    patch.setattr(LoopbackTransport, "write", write)
+    return flipped
 
 
 class Gate:

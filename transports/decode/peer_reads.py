@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from tidekv.states import events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.handover.prompt_digest import digest_of
+from tidekv.transports import wire
 from tidekv.transports.decode.receiver import Receiver
 from tidekv.transports.log import engine_log
 
@@ -80,9 +81,9 @@ class PeerReads:
             transport, rank, deliver=self._take, deliver_aux=lambda *_: None, clock=clock, times=times, group=group
         )
 
-    async def start(self) -> None:
+    async def start(self, *, shares_at: str) -> None:
         """See `Receiver.start`."""
-        await self._receiver.start()
+        await self._receiver.start(shares_at=shares_at)
 
     async def close(self) -> None:
         """Close all links. Reads that have no outcome get none."""
@@ -137,6 +138,16 @@ class PeerReads:
         if not read.done.done():
             read.timer = loop.call_later(timeout_s, self._late, key, read, timeout_s)
         return await read.done
+
+    async def offer(self, address: str, offer: wire.OfferPrompt) -> wire.PromptTaken:
+        """Ask the worker at `address` to take a prompt, and wait for its answer, at most for the time that the offer
+        gives it. Nothing but its reads follows from the offer.
+        """
+        try:
+            async with asyncio.timeout(offer.within_s):
+                return await self._receiver.offer(address, offer)
+        except TimeoutError:
+            return wire.PromptTaken(number=offer.number, cause=f"{address} has not answered in {offer.within_s:.3g} s")
 
     def _late(self, key: RoomKey, read: PeerRead, timeout_s: float) -> None:
         read.give_up(

@@ -57,6 +57,7 @@ from tidekv.transports.decode.decode_room import (
 )
 from tidekv.transports.decode.page_checks import DamagedPage, InOrder, PageChecks, damaged_page
 from tidekv.transports.decode.prefill_link import LinkTimes, PrefillLink, cause_of
+from tidekv.transports.decode.prompt_offers import PromptOffers
 from tidekv.transports.decode.staged_pages import StagedPages
 from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.log import EngineLog, engine_log
@@ -137,6 +138,7 @@ class Receiver:
         self._watched: set[str] = set()
         self._redialled: set[str] = set()
         self._peer_backoff = PeerBackoff(clock=clock)
+        self._offers = PromptOffers()
         self._tasks = OwnedTasks(f"receiver {transport.instance}", instance=transport.instance)
         self._ours: wire.Hello | None = None
         spawn = partial(self._tasks.spawn, name="slots of the staging ring")
@@ -315,6 +317,14 @@ class Receiver:
         self.counts["declines_unsent"] += 1
         LOG.info("a room could not be declined", request_id=room.request_id, prefill=address, cause=cause)
 
+    def offer(self, address: str, offer: wire.OfferPrompt) -> asyncio.Future[wire.PromptTaken]:
+        """Ask the decode worker at `address` to take a prompt; see `PromptOffers.offer`."""
+        if cause := self._refusal_to_dial([address]):
+            refused: asyncio.Future[wire.PromptTaken] = asyncio.get_running_loop().create_future()
+            refused.set_result(wire.PromptTaken(number=offer.number, cause=cause, refuses=True))
+            return refused
+        return self._offers.offer(self._links.get(address) or self._connect(address), offer)
+
     def statistics(self) -> dict[str, int | float]:
         """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of unusual events."""
         ended = sum(any(rank_link.has_ended for rank_link in room.rank_links) for room in self._rooms.values())
@@ -340,6 +350,7 @@ class Receiver:
             self._page_checks[link] = PageChecks(self._rank.hashing, self._exchanges[link])
         if self._staged is not None:
             self._staged.open_link(link, ours=self._ours, theirs=theirs)
+        self._offers.opened(link)
         # The same process lives: its Drained will settle what the lost link left open.
         for room_key, rank_link in self._lost.pop(theirs.instance, {}).items():
             rank_link.link = link
@@ -356,6 +367,7 @@ class Receiver:
         self.counts["dials_failed"] += 1
         LOG.info("a prefill cannot be connected to", address=link.address, cause=cause)
         del self._links[link.address]
+        self._offers.ended(link, cause)
         for rank_link in self._rank_links_of(link):
             self._fail_unsent(rank_link, cause)
 
@@ -364,6 +376,7 @@ class Receiver:
         assert link.theirs is not None
         writer = link.theirs.instance
         del self._links[link.address]
+        self._offers.ended(link, cause)
         self._page_checks.pop(link, None)
         self._exchanges.pop(link, None)
         if self._staged is not None:
@@ -401,6 +414,8 @@ class Receiver:
         match message:
             case wire.Ping():
                 return
+            case wire.PromptTaken():
+                self._offers.take(link, message)
             case (
                 wire.Chunk()
                 | wire.StagingRequest()

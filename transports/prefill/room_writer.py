@@ -9,7 +9,7 @@ Received is awaited. A Chunk is never sent before its write is done, nor Drained
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +155,8 @@ class RoomCallbacks(Generic[RoomT]):
     """Called with the seconds that each write took."""
     on_busy: Callable[[bool], None] = lambda is_busy: None
     """Called with whether rooms are open, of which it learns the end somewhat later."""
+    on_offer: Callable[[wire.Hello, wire.OfferPrompt], Awaitable[wire.PromptTaken]] | None = None
+    """Takes a prompt of a decode worker that goes away; None: such an offer breaks the protocol."""
 
 
 class SendContext(Generic[RoomT]):
@@ -210,6 +212,8 @@ class DecodePeer:
         self.lease_s = lease_s
         self.is_lost = False
         self.rooms = 0
+        self.offers = 0
+        """Prompts of it that are being taken."""
         self.room_writers: dict[tuple[str, int], RoomWriter[Any]] = {}
         """Writers of its live rooms, by request id and generation."""
         self._held: dict[wire.RoomId, int] = {}

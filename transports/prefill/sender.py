@@ -71,6 +71,8 @@ COUNTS = (
 """Names of all counts, so that statistics contain them from the start."""
 BEYOND_BUDGET = f"the rooms of this link hold {PEER_BYTES_MAX} bytes of prompts and page lists, the most that is kept"
 DECLINED = "decode declined it"
+OFFERS_MAX = 16
+"""Maximum prompts of one decode worker that are being taken."""
 WAITING_MAX = 3
 """Maximum promises that wait for each of the rooms that may be open."""
 
@@ -317,6 +319,8 @@ class Sender:
             case wire.Ping():
                 self._renew(peer, message.rooms)
                 self._send(peer, wire.Ping(sent_at=message.sent_at))
+            case wire.OfferPrompt() if self._callbacks.on_offer is not None:
+                self._tasks.spawn(self._take_offer(peer, message), name=f"take a prompt of {peer.hello.instance}")
             case (
                 wire.Declined()
                 | wire.Promise()
@@ -343,6 +347,20 @@ class Sender:
                     self._take_of_unknown(peer, message)
             case _:
                 raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
+
+    async def _take_offer(self, peer: DecodePeer, offer: wire.OfferPrompt) -> None:
+        """Let the owner take a prompt, and answer."""
+        assert self._callbacks.on_offer is not None
+        if peer.offers >= OFFERS_MAX:
+            cause = f"{OFFERS_MAX} of its prompts are being taken already"
+            self._send(peer, wire.PromptTaken(number=offer.number, cause=cause))
+            return
+        peer.offers += 1
+        try:
+            taken = await self._callbacks.on_offer(peer.hello, offer)
+        finally:
+            peer.offers -= 1
+        self._send(peer, taken)
 
     def _renew(self, peer: DecodePeer, rooms: tuple[tuple[str, int], ...]) -> None:
         """Renew the leases of the rooms that decode names. Rooms that decode has forgotten expire."""
