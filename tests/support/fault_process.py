@@ -67,6 +67,13 @@ class Settle(Message, frozen=True, kw_only=True):
     """Wait until nothing is in flight except operations that wait for the test. Answered by Done."""
 
 
+class Drain(Message, frozen=True, kw_only=True):
+    """Drain, and hand the cache over to the worker at `to`. Answered by Handed."""
+
+    to: str
+    hand_s: float
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """The worker is running. A prefill worker includes its address, a decode worker that at which peers read."""
 
@@ -95,6 +102,16 @@ class Served(Message, frozen=True, kw_only=True):
     wrong: list[int]
 
 
+class Handed(Message, frozen=True, kw_only=True):
+    """The end of a drain to a successor: pages."""
+
+    handed: int
+    present: int
+    left: int
+    cause: str
+    live: list[str]
+
+
 class Begun(Message, frozen=True, kw_only=True):
     """The caller has the first `layers` layers; the others are held."""
 
@@ -121,11 +138,13 @@ AnyMessage: TypeAlias = (
     | Turn
     | EarlyTurn
     | Settle
+    | Drain
     | Ready
     | Done
     | Halted
     | Counts
     | Served
+    | Handed
     | Begun
     | Failed
     | Closed

@@ -26,7 +26,7 @@ from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.synthetic.kv import SyntheticKV, prompt_digests
 from tidekv.engine.synthetic.prefill import SyntheticPrefill
-from tidekv.states.errors import RequestFailed
+from tidekv.states.errors import EngineClosed, RequestFailed
 from tidekv.transports.nixl import transport as nixl
 
 
@@ -114,6 +114,8 @@ async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
                     group.create_task(_take_turn(line, engine, kv, message))
                 elif isinstance(message, said.AskCounts):
                     line.say(said.Counts(counts=_core_counts(engine)))
+                elif isinstance(message, said.Drain):
+                    group.create_task(_drain(line, engine, message))
                 elif isinstance(message, said.Settle):
                     await engine.wait_settled()
                     line.say(said.Done())
@@ -133,11 +135,19 @@ async def _take_turn(line: said.Line, engine: DecodeEngine, kv: SyntheticKV, tur
     except RequestFailed as failed:
         line.say(said.Failed(request_id=turn.request_id, cause=failed.cause))
         return
+    except EngineClosed as refused:
+        line.say(said.Failed(request_id=turn.request_id, cause=str(refused)))
+        return
     size = engine.layout.page_size
     digests = prompt_digests(pack_tokens(turn.tokens), size)
     wrong = kv.verify(ready.pages[: len(digests)].tolist(), digests)
     await finish_turn(engine, kv, ready, turn.tokens, turn.output)
     line.say(said.Served(request_id=turn.request_id, sources=dict(ready.sources), wrong=wrong))
+
+
+async def _drain(line: said.Line, engine: DecodeEngine, order: said.Drain) -> None:
+    done = await engine.drain(to=order.to, hand_s=order.hand_s)
+    line.say(said.Handed(handed=done.handed, present=done.present, left=done.left, cause=done.cause, live=done.live))
 
 
 async def _begin_early(line: said.Line, engine: DecodeEngine, device: DevicePool, turn: said.EarlyTurn) -> None:
