@@ -1,6 +1,6 @@
 """Prompts that another decode worker hands over before it goes away: reads of their pages into host memory.
 
-    HintReceived "take" ──▶ what host memory lacks of the prompt ──FetchPages──▶ part landed ──▶ next part ──▶ ...
+    HintReceived "take" ──▶ what host memory lacks of the prompt ──FetchPages──▶ part received ──▶ next part ──▶ ...
                                                                                        └──▶ ReportHinted
 
 Each part is read from that worker as a request reads from a peer: the same deadlines, the same limit of pages that
@@ -54,7 +54,7 @@ class TakenPrompt:
 class TakenPart(LateFetch):
     """Operation: a read of pages [first, first + len(host_pages)) of a prompt that is taken."""
 
-    __slots__ = ("_taken_prompts", "first", "is_told", "op", "prompt")
+    __slots__ = ("_taken_prompts", "first", "is_answered", "op", "prompt")
 
     def __init__(
         self, taken_prompts: TakenPrompts, state: CoreState, prompt: TakenPrompt, *, first: int, host_pages: PageIds
@@ -68,7 +68,7 @@ class TakenPart(LateFetch):
         self.prompt = prompt
         self.first = first
         self.op = 0
-        self.is_told = False
+        self.is_answered = False
         """Whether the worker has its answer, since this read was late."""
 
     @property
@@ -85,32 +85,32 @@ class TakenPart(LateFetch):
         """Enter the valid pages in the tree, free the others, and read on."""
         taken, count = self._taken_prompts, len(self.host_pages)
         valid = max(0, min(event.valid, count)) if isinstance(event, PagesFetched) else 0
-        if not isinstance(event, CommandRaised) and not self.is_told:
+        if not isinstance(event, CommandRaised) and not self.is_answered:
             taken.peers.note(self.prompt.hint.peer, failed=bool(error))
         if valid == count:
             taken.peers.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
         if valid:
-            taken.landed(self, valid)
+            taken.received(self, valid)
         self._free()
-        if not self.is_told:
+        if not self.is_answered:
             # After the free: the next part may need these pages.
             taken.part_ended(self, "" if valid == count else error or SHORT)
-            self.is_told = True
+            self.is_answered = True
 
     def late(self) -> None:
         """Answer with what there is. The read goes on until nothing writes any more."""
-        if not self.is_told:
+        if not self.is_answered:
             self._state.count("peer_fetches_late")
             self._taken_prompts.peers.note(self.prompt.hint.peer, failed=True)
             self._taken_prompts.report(self.prompt, "its reads from this worker are late")
-            self.is_told = True
+            self.is_answered = True
 
     def abandon(self) -> None:
         """Free the host pages, and answer with what there is. Safe to call again after a raise."""
         self._free()
-        if not self.is_told:
+        if not self.is_answered:
             self._taken_prompts.report(self.prompt, RAISED)
-            self.is_told = True
+            self.is_answered = True
 
     def _free(self) -> None:
         super().abandon()
@@ -151,7 +151,7 @@ class TakenPrompts:
             return
         self._state.run_guarded(lambda: self._go_on(prompt), recover=lambda: self.report(prompt, RAISED))
 
-    def landed(self, part: TakenPart, valid: int) -> None:
+    def received(self, part: TakenPart, valid: int) -> None:
         """Enter the first `valid` pages of a part, unless the path to them is gone."""
         state, width = self._state, self._state.settings.key_bytes
         begin = part.first * width

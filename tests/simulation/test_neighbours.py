@@ -126,8 +126,8 @@ def an_offered_prompt_is_not_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_worker_did_not_hand_over_counts(patch: pytest.MonkeyPatch) -> None:
-    landed = TakenPrompts.landed
-    patch.setattr(TakenPrompts, "landed", lambda self, part, valid: landed(self, part, len(part.host_pages)))
+    received = TakenPrompts.received
+    patch.setattr(TakenPrompts, "received", lambda self, part, valid: received(self, part, len(part.host_pages)))
 
 
 @pytest.mark.parametrize(
