@@ -93,8 +93,10 @@ class TakenPart(LateFetch):
             taken.received(self, valid)
         self._free()
         if not self.is_answered:
-            # After the free: the next part may need these pages.
-            taken.part_ended(self, "" if valid == count else error or SHORT)
+            # After the free: the next part may need these pages. As long as pages come, a late read is followed by
+            # another one: the bound of a part is that of a request, which would wait for it.
+            goes_on = valid == count or (valid and error)
+            taken.part_ended(self, "" if goes_on else error or SHORT)
             self.is_answered = True
 
     def late(self) -> None:

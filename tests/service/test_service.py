@@ -236,6 +236,8 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
         (["--host-pages", "0"], "--host-pages must be a whole number, 1 or more, not 0"),
         (["--storage", "tape:"], "there is no storage engine 'tape'; allowed: file, memory, "),
         (["--drain-store-s", "-1"], "--drain-store-s must be a number from 0 to 31,536,000, not -1"),
+        (["--drain-to", "here"], "--drain-to must be host:port"),
+        (["--drain-to", "127.0.0.1:1"], "--drain-to needs --peer-listen, where the other service reads"),
         (["--journal", "/nowhere/j"], "--journal: /nowhere is not a directory that this process can write to"),
     ],
 )

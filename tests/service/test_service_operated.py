@@ -91,6 +91,19 @@ def test_a_prompt_is_read_from_the_host_memory_of_another_service(serving, tmp_p
             assert second.get("/health")["peer_address"] is None
 
 
+def test_sigterm_hands_the_cache_to_the_service_that_takes_its_place(serving, generate, tmp_path: Path) -> None:
+    listens, allows = ("--peer-listen", "127.0.0.1:0"), ("--peer-allow", "127.0.0.1:*")
+    with serving(tmp_path / "new", "--name", "decode-1", *listens, *allows) as new:
+        to = new.get("/health")["peer_address"]
+        with serving(tmp_path / "old", *listens, "--drain-to", to, "--drain-to-s", f"{LIMIT_S}") as old:
+            output = old.tokens(PROMPT, 40)
+        longer = [*PROMPT, *output]
+        answer = new.complete(longer, 8)
+        assert answer.choices[0].token_ids == generate(longer, 8)
+        # All full pages of the prompt and of the output that have KV.
+        assert answer.usage.sources["l2"] >= (len(longer) - 1) // 16 * 16 - 16
+
+
 def test_prefill_reads_the_answer_before_from_the_service(serving, generate, tmp_path: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     with serving(tmp_path / "log", "--prefill-reads") as service:

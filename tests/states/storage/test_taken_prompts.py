@@ -105,6 +105,15 @@ def test_a_worker_that_has_less_leaves_what_it_sent() -> None:
     rig.expect_nothing_held()
 
 
+def test_a_slow_worker_is_read_as_long_as_pages_come() -> None:
+    rig = Rig()
+    offer(rig, b"abcdef")
+    for _ in range(3):
+        rig.fetched(rig.take(commands.FetchPages), 2, error="late")
+    assert told(rig) == ("accepted", 6, 6, "")
+    rig.expect_nothing_held()
+
+
 def test_a_long_prompt_comes_in_parts_within_the_limit_of_peers() -> None:
     rig = Rig(host_pages=32, device_pages=32, copy_run_pages=6, peer_host_share=0.25)
     offer(rig, bytes(range(20)))
