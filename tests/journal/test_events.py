@@ -174,6 +174,6 @@ def test_a_core_that_takes_any_events_is_replayed(
 
 
 def test_every_kind_of_event_has_values() -> None:
-    assert len(event_types()) == 33
+    assert len(event_types()) == 34
     with pytest.raises(KeyError):
         anything(type("Unknown", (events.Event,), {"__annotations__": {"what": "object"}}))
