@@ -268,7 +268,7 @@ class Executor:
         self._peers.share(command)
 
     def _hand(self, command: commands.HandPrompt) -> None:
-        namespace, keys = self._storage_calls.keys_put(command.op)
+        namespace, keys = self._storage_calls.keys_stored(command.op)
         self._spawn(self._run_hand(self._peers, command, namespace, keys), f"hand {command.op}")
 
     async def _run_hand(self, peers: PeerCache, command: commands.HandPrompt, namespace: str, keys: bytes) -> None:

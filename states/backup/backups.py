@@ -16,7 +16,7 @@ until they join the tree. A write owns no pages: a host receipt protects those t
 host pages of a retracted request have one more receipt, until the request resumes or is dropped.
 
 Before this worker goes away, `tidekv.states.backup.store_all` starts backups of all paths that storage lacks. Or their
-last step is not a write: the path is offered to the worker that takes this one's place, which reads it from the host. The
+last step is no write: the path is offered to the worker that takes this one's place, which reads it from the host. The
 host receipt protects it until that one has answered.
 
 With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and writes start for
