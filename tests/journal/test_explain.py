@@ -185,7 +185,7 @@ FAULTS_WITHOUT_CAUSE = {
     "frame_is_of_old_generation", "frame_of_wrong_rank", "frame_of_wrong_span", "chunk_skips_pages",
     "abort_of_nothing", "id_returns", "same_id_elsewhere", "neighbour_reports_nonsense",
     # No request of this worker waits for them.
-    "share_fails", "share_raises", "share_is_stuck",
+    "share_fails", "share_raises", "share_is_stuck", "neighbour_misses_a_rank", "neighbour_asks_otherwise",
     # The other ranks say so, or a refusal that no core takes.
     "rank_lags", "rank_dies", "rank_misses_a_call", "rank_leaves_otherwise", "rank_holds_more",
 }  # fmt: skip
