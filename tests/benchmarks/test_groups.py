@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import plots
+from tests.support import warm_python
 from tests.support.waits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,7 +37,7 @@ def verdicts(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, 
     """What `python3 dev.py bench GROUP` prints, and its rows by target."""
     file = tmp_path / "all.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments, "--json", str(file)],
+        [warm_python.executable(), "-m", "benchmarks", *arguments, "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,

@@ -57,6 +57,12 @@ def layout_of(draft_layers: int) -> PageLayout:
 
 def in_one_process(draft_layers: int, shift: int, prompt: list[int]) -> Answer:
     """The pair on pages that go nowhere; its tokens are those of the target's own `generate()`."""
+    return alone(draft_layers, shift, tuple(prompt))
+
+
+@cache
+def alone(draft_layers: int, shift: int, tokens: tuple[int, ...]) -> Answer:
+    prompt = list(tokens)
     pair, pages = (
         pair_on(ModelPools.of_one(DevicePool.allocate(layout_of(draft_layers), 64)), draft_layers, shift),
         list(range(64)),
