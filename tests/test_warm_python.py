@@ -107,8 +107,12 @@ def test_what_the_interpreter_reads_at_its_start_gets_a_new_one(
 
 def test_the_server_ends_with_the_run_of_tests() -> None:
     code = "from tests.support import warm_python; print(warm_python.executable())"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as tests:
-        assert tests.stdout is not None
-        program = Path(tests.stdout.readline().strip())
-    while program.parent.exists():
+    # A run of its own, not a worker of this one.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    folder = Path(done.stdout.strip()).parent
+    deadline = time.monotonic() + LIMIT_S
+    while folder.exists():
+        assert time.monotonic() < deadline, folder
         time.sleep(0.05)
