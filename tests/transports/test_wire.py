@@ -116,6 +116,14 @@ GOLDEN = {
         "a86465636c696e6564 94a164a165a17203 c420" + DIGEST.hex(),
     ),
     "received": (wire.Received(room=ROOM), "a87265636569766564 94a164a165a17203"),
+    "offer_prompt": (
+        wire.OfferPrompt(number=7, namespace="a", tokens=b"\1\0\0\0\2\0\0\0", heat=(1, 2, 3, -1), within_s=2.0),
+        "ac6f666665725f70726f6d7074 07 a161 c4080100000002000000 94010203ff cb4000000000000000",
+    ),
+    "prompt_taken": (
+        wire.PromptTaken(number=7, there=2, brought=1, cause="no", refuses=True),
+        "ac70726f6d70745f74616b656e 07 02 01 a26e6f c3",
+    ),
     "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000 90"),
     "ping with rooms": (
         wire.Ping(sent_at=1.0, rooms=(("r", 3), ("s", 0))),
@@ -294,6 +302,22 @@ MESSAGES = st.one_of(
     st.builds(wire.Drained, room=ROOMS, rank=COUNTS),
     st.builds(wire.Declined, room=ROOMS, prompt_digest=st.binary(min_size=32, max_size=32)),
     st.builds(wire.Received, room=ROOMS),
+    st.builds(
+        wire.OfferPrompt,
+        number=COUNTS,
+        namespace=st.text(max_size=20),
+        tokens=st.binary(min_size=1, max_size=5).map(lambda part: part * 4),
+        heat=st.tuples(COUNTS, COUNTS, COUNTS, st.integers(-(2**31), 2**31 - 1)),
+        within_s=st.floats(0, 1e9),
+    ),
+    st.builds(
+        wire.PromptTaken,
+        number=COUNTS,
+        there=COUNTS,
+        brought=COUNTS,
+        cause=st.text(max_size=50),
+        refuses=st.booleans(),
+    ),
     st.builds(wire.Ping, sent_at=st.floats(0, 1e12)),
     st.just(HELLO),
 )
