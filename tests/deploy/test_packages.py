@@ -128,5 +128,5 @@ def test_the_wheel_works_in_a_clean_environment_without_the_checkout(wheel: Path
     for command in ("run", "prefill", "decode", "simulate"):
         options = [tidekv, command, "--seed", "1"]
         refused = subprocess.run(options, cwd=tmp_path, capture_output=True, text=True, check=False, env=plain)
-        said = f"tidekv: `tidekv {command}` is not part of the installed package: run it in a checkout\n"
-        assert (refused.returncode, refused.stderr) == (2, said)
+        said = f"tidekv: `tidekv {command}` is not part of the installed package: run it in a checkout; "
+        assert (refused.returncode, refused.stderr) == (2, f"{said}see 'tidekv {command} --help'\n")
