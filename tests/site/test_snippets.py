@@ -97,6 +97,10 @@ NOT_RUN = {
         "These are servers of SGLang; .ci/sglang starts them with these arguments.",
         f"{CHECKED}::test_servers_of_sglang_get_settings_that_are_read",
     ),
+    ("docs/sglang.md", "# decode"): (
+        "These are settings of SGLang's servers; benchmarks.sglang_pair starts pairs with them.",
+        "tests/integrations/test_sglang_reads.py::test_a_turn_costs_prefill_its_new_tokens",
+    ),
     ("examples/fleet/README.md", "python3 dev.py setup"): (
         "It downloads the routers and serves for minutes; tests/service/test_fleet.py runs a smaller fleet.",
         f"{CHECKED}::test_every_command_of_a_checkout_exists",
