@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
         return max(codes)
     if command == "test":
         rest = pytest_arguments(rest)
-        # Images set it to stay small. Without bytecode each worker and each process that a test starts compiles anew.
+        # Images set it to stay small. Without bytecode each worker and each process that a test starts compiles again.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command][0], *rest])
 

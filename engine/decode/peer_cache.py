@@ -291,7 +291,7 @@ class PeerCache:
             self.address_of(command.peer),
             # A room has a name; that of a prompt that is taken appears in both logs.
             command.request_id or f"handed over, read {command.op}",
-            # Operations of the core that follows the loss of a rank are numbered anew.
+            # Operations of the core that follows the loss of a rank get new numbers.
             command.op + (0 if ranks is None else ranks.generations_from),
             packed=packed,
             key_seed=key_seed,

@@ -475,7 +475,7 @@ class Attempts:
         """Generation of a request whose tiers go on without a prefill, and the loss of its room."""
 
     def refuse(self, generation: int, event: PrefillLost) -> None:
-        """Note that nobody sends what the tiers do not bring in this generation."""
+        """Note that no prefill sends what the tiers do not bring in this generation."""
         self.refusal = generation, event
 
     def try_next(self) -> None:

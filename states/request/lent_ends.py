@@ -63,7 +63,7 @@ class LentEnds:
         self._actions = actions
 
     def wait_for_tiers(self, request: Request, event: PrefillLost) -> None:
-        """Let the tiers go on: nobody sends what they do not bring."""
+        """Let the tiers go on: no prefill sends what they do not bring."""
         request.attempts.refuse(request.generation, event)
         self._state.request_changed(request)
 
