@@ -310,8 +310,7 @@ class Loads:
         self._source_of(load).fetch_over(load)
         self._copying[load] = load.page_count
         self._pages_copying += load.page_count
-        until_s, page_s = self._state.now_s + deadline_s, self.source_load.page_s
-        load.was_queued(self._state.now_s, self._pages_copying, until_s=until_s, page_s=page_s)
+        load.was_queued(self._state.now_s, self._pages_copying, until_s=self._state.now_s + deadline_s)
         for request in load.waiters:
             self._state.request_changed(request)
 
@@ -368,13 +367,14 @@ class Loads:
         source, stalled_s = self._source_of(first), 0.0
         age_s = now_s - first.begun_at_s
         planned_s = first.planned_s or first.queued_pages * source.source_load.page_s
+        is_late = age_s > _overdue_s(planned_s)
         if first.overdue_at_s <= now_s:
-            # The first fetch is much later than planned, and expected to take as long again; those behind it the usual
-            # time after it, since this process may have been stalled. Its age is noted: without this, a storage that
-            # has become slow would keep the estimate of its better days until the fetch ends.
+            # Its age is noted: without this, a storage that has become slow would keep the estimate of its better days
+            # until the fetch ends. If it is much later than planned, it is expected to take as long again, and those
+            # behind it the usual time after it, since this process may have been stalled.
             source.note_throughput(begun_at_s=first.begun_at_s, pages=first.queued_pages)
-            stalled_s = age_s
-        elif planned_s and age_s > _overdue_s(planned_s):
+            stalled_s = age_s if is_late else 0.0
+        elif planned_s and is_late:
             # Its outcome may wait behind this event.
             self._watch(first, OVERDUE_MIN_S)
             return len(fetches)

@@ -432,7 +432,7 @@ class Load:
         """Note the operation that brings the pages, or that watches the room that does; 0 for none."""
         self.op = op
 
-    def was_queued(self, at_s: float, queued_pages: int, *, until_s: float, page_s: float) -> None:
+    def was_queued(self, at_s: float, queued_pages: int, *, until_s: float, page_s: float = 0.0) -> None:
         """Note when its fetch or copy began, all pages under way then, the deadline, and the seconds of a page."""
         self.begun_at_s, self.queued_pages, self.fetch_until_s = at_s, queued_pages, until_s
         self.planned_s = queued_pages * page_s

@@ -58,7 +58,7 @@ class ThroughputEstimator:
             return
         self.is_confirmed |= self._count > 0
         if self._count:
-            taken_s = min(taken_s, MUCH_SLOWER * pages * self.page_s)
+            taken_s = min(taken_s, MUCH_SLOWER * pages * self._seconds / self._pages)
         if taken_s * MUCH_FASTER < pages * self.page_s:
             self.begin_again()
         self._count = WEIGHT * self._count + 1
