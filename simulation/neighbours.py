@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS, Chosen, Faults
+from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS, OF_SUCCESSORS, Chosen, Faults
 from simulation.memory import GARBAGE, Violation
 from simulation.tiers import STUCK_S
 from tidekv.states import commands, events
@@ -49,7 +49,7 @@ class Neighbours:
     def __init__(self, world: World, seed: int, ranks: int, chosen: Chosen, without: Collection[str]) -> None:
         self._world = world
         self.random = Random(f"neighbours {seed}")
-        absent = FAULTS.keys() - OF_NEIGHBOURS | (OF_RANKS_OF_NEIGHBOURS if ranks == 1 else set())
+        absent = FAULTS.keys() - OF_NEIGHBOURS | (OF_RANKS_OF_NEIGHBOURS if ranks == 1 else OF_SUCCESSORS)
         self.faults = Faults(self.random, chosen, without, absent=absent)
         self.ranks = ranks
         self._reads = 0

@@ -64,8 +64,8 @@ NO_CAUSE = {
     "component_pages_stored", "l3_puts_declined", "pages_stored_again",
     # Nor is what several requests are sent once.
     "shared_transfer_pages", "shared_component_pages",
-    # What other workers read is of none of these requests.
-    "pages_shared",
+    # What other workers read, or take from a worker that drains, is of none of these requests.
+    "pages_shared", "pages_handed", "pages_taken",
     # Offers, hints and what an earlier process left belong to no request.
     "offered_pages_declined", "hints_rejected", "pages_prefetched", "l2_pages_found",
 }  # fmt: skip
@@ -186,6 +186,8 @@ FAULTS_WITHOUT_CAUSE = {
     "abort_of_nothing", "id_returns", "same_id_elsewhere", "neighbour_reports_nonsense",
     # No request of this worker waits for them.
     "share_fails", "share_raises", "share_is_stuck", "neighbour_misses_a_rank", "neighbour_asks_otherwise",
+    "neighbour_refuses", "neighbour_is_full", "neighbour_takes_nonsense", "neighbour_takes_nothing",
+    "neighbour_raises_at_offer",
     # The other ranks say so, or a refusal that no core takes.
     "rank_lags", "rank_dies", "rank_misses_a_call", "rank_leaves_otherwise", "rank_holds_more",
 }  # fmt: skip
