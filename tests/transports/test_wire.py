@@ -507,8 +507,8 @@ def test_page_ids_travel_as_little_endian_i32() -> None:
 
 @pytest.mark.parametrize("sender", ["decode", "prefill"])
 def test_an_end_takes_only_what_the_other_end_sends_and_first_only_its_hello(sender: str) -> None:
-    of_decode = {"failed", "abort", "declined", "received", "ping", "ping with rooms", "bye"}
-    of_prefill = {"aux", "refused", "failed", "drained", "ping", "ping with rooms", "bye"}
+    of_decode = {"failed", "abort", "declined", "received", "offer_prompt", "ping", "ping with rooms", "bye"}
+    of_prefill = {"aux", "refused", "failed", "drained", "prompt_taken", "ping", "ping with rooms", "bye"}
     inbound, later, first = {
         "decode": (wire.FROM_DECODE, of_decode, {"declined", "bye", "hello"}),
         "prefill": (wire.FROM_PREFILL, of_prefill, {"bye", "hello"}),

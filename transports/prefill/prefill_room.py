@@ -55,6 +55,8 @@ class Room:
         outcome                  a RoomOutcome once the room has ended, otherwise None
         aborted                  an asyncio.Event, set when decode needs no more pages: stop computing
         lost_link                whether a link of the room was lost; decode may open another room for the request
+        owner                    name of the decode worker, the same for all of its ranks
+        token_behind             the packed token behind the prompt, in a read of cached pages; empty if it is not given
     """
 
     def __init__(
@@ -72,12 +74,10 @@ class Room:
         self.request_id = first.room.request_id
         self.generation = first.room.generation
         self.owner = first.group or f"{first.room.instance}-{first.room.epoch}"
-        """Name of the decode worker, the same for all of its ranks."""
         self.prompt_tokens = first.prompt_tokens
         self.decode_prefix_len = first.decode_prefix_len
         self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)
         self.token_behind = first.token_behind
-        """The packed token behind the prompt, in a read of cached pages; empty if it is not given."""
         self.prompt = PromptDigest(first.prompt_tokens, first.prompt_digest)
         """The prompt whose pages decode asks for."""
         self._key_seed = first.key_seed

@@ -226,7 +226,8 @@ async def test_a_peer_of_another_host_is_gone_when_nixl_says_so(spawn: Spawn) ->
 
 async def test_a_write_to_a_hanging_peer_ends_when_it_goes_on_or_dies(spawn: Spawn) -> None:
     """Over TCP a stopped target takes no bytes: the writer's call stays, until something is settled."""
-    tcp = {"UCX_TLS": "tcp"}
+    # Buffers of the kernel that are much smaller than what is written: by default they may take all of it.
+    tcp = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "64k", "UCX_TCP_RCVBUF": "64k"}
     target, writer = await asyncio.gather(spawn(environment=tcp), spawn(seed=4, environment=tcp))
     ready = target.ready
     assert await writer.ask(Add(ready.instance, ready.metadata, ready.memory)) == Done()
