@@ -123,29 +123,40 @@ def test_peers_that_a_request_names_go_with_its_restore() -> None:
         assert fetches_of(request_of("r", PROMPT, wrong)) is None
 
 
+def engine(**peers: object) -> dict[str, object]:
+    """Options of an engine whose peers are waited for as long as a busy machine takes."""
+    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
+    return {
+        **ENGINE,
+        "storage": storage,
+        "cache_peers": {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9, **peers},
+    }
+
+
+def prefilled(prefill: Any, name: str) -> dict[str, Any]:
+    """Have prefill compute PROMPT; return what its answer names for decode."""
+    assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), PLACES) == 0
+    answer: dict[str, Any] = prefill.answer(name, chunk=100)
+    return answer
+
+
+def serve(decode: Any, answer: dict[str, Any]) -> None:
+    """Serve PROMPT at a decode worker, to the end of the request."""
+    decode.add(request_of("a", PROMPT, answer), PLACES)
+    decode.step_until(lambda: decode.loaded)
+    decode.compute("a", chunk=100)
+    decode.finish("a")
+    decode.step_until(lambda: decode.freed)
+
+
 @pytest.mark.nixl
 @pytest.mark.parametrize("form", ["kv.fetch", "remote_kv_source", "ask"])
 def test_decode_restores_from_the_peer_that_a_request_or_the_options_name(
     form: str, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
-    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
-
-    def engine(**more: object) -> dict[str, object]:
-        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
-
     with started_vllms(connector, monkeypatch) as start:
         prefill, first = start("kv_producer"), start("kv_consumer", engine=engine(listen="127.0.0.1:0"))
-
-        def prefilled(name: str) -> dict[str, Any]:
-            assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), PLACES) == 0
-            return prefill.answer(name, chunk=100)
-
-        first.add(request_of("a", PROMPT, prefilled("p")), PLACES)
-        first.step_until(lambda: first.loaded)
-        first.compute("a", chunk=100)
-        first.finish("a")
-        first.step_until(lambda: first.freed)
+        serve(first, prefilled(prefill, "p"))
         address = str(first.worker.connector_worker.decodes[0].engine.call(lambda one: one.peer_address))
         host, _, port = address.rpartition(":")
         named: dict[str, Any] = {
@@ -155,7 +166,7 @@ def test_decode_restores_from_the_peer_that_a_request_or_the_options_name(
         }[form]
         known = {"ask": [address]} if form == "ask" else {"allow": ["127.0.0.1:*"]}
         second = start("kv_consumer", engine=engine(**known))
-        second.add(request_of("b", PROMPT, prefilled("q") | named), PLACES)
+        second.add(request_of("b", PROMPT, prefilled(prefill, "q") | named), PLACES)
         second.step_until(lambda: second.loaded)
         assert second.holds("b", PROMPT)
         assert (second.counts["restore_tokens_peer"], second.counts["restore_tokens_transfer"]) == (4 * BLOCK, 2)
@@ -168,25 +179,10 @@ def test_decode_restores_from_the_peer_that_a_request_or_the_options_name(
 def test_each_rank_of_a_vllm_restores_its_heads_from_the_rank_of_the_peer_at_its_place(
     lost: bool, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
-    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
-
-    def engine(**more: object) -> dict[str, object]:
-        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
-
     with started_vllms(connector, monkeypatch) as start:
         prefill = start("kv_producer", tensor_parallel=2)
         first = start("kv_consumer", tensor_parallel=2, engine=engine(listen="127.0.0.1:0"))
-
-        def prefilled(name: str) -> dict[str, Any]:
-            assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), PLACES) == 0
-            return prefill.answer(name, chunk=100)
-
-        first.add(request_of("a", PROMPT, prefilled("p")), PLACES)
-        first.step_until(lambda: first.loaded)
-        first.compute("a", chunk=100)
-        first.finish("a")
-        first.step_until(lambda: first.freed)
+        serve(first, prefilled(prefill, "p"))
         engines = [worker.connector_worker.decodes[0].engine for worker in first.workers]
         address = ",".join(str(one.call(lambda one: one.peer_address)) for one in engines)
         if lost:
@@ -195,7 +191,7 @@ def test_each_rank_of_a_vllm_restores_its_heads_from_the_rank_of_the_peer_at_its
             engines[1].flush(("l2",))
         second = start("kv_consumer", tensor_parallel=2, engine=engine(allow=["127.0.0.1:*"]))
         named = {"kv_hints": msgspec.to_builtins(envelope("kv.fetch", source_control_endpoint=address))}
-        second.add(request_of("b", PROMPT, prefilled("q") | named), PLACES)
+        second.add(request_of("b", PROMPT, prefilled(prefill, "q") | named), PLACES)
         second.step_until(lambda: second.loaded)
         assert second.holds("b", PROMPT)
         from_peers = (1 if lost else 2) * 4 * BLOCK
@@ -208,12 +204,6 @@ def test_each_rank_of_a_vllm_restores_its_heads_from_the_rank_of_the_peer_at_its
 def test_prefill_reads_the_turn_before_from_decode_and_computes_the_rest(
     ends: str, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
-    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
-
-    def engine(**more: object) -> dict[str, object]:
-        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
-
     with started_vllms(connector, monkeypatch) as start:
         listen = free_address()
         allow = ["127.0.0.1:1"] if ends == "not allowed" else ["127.0.0.1:*"]
@@ -265,12 +255,6 @@ def test_prefill_reads_the_turn_before_from_decode_and_computes_the_rest(
 def test_each_rank_of_prefill_reads_the_turn_before_from_the_rank_of_decode_at_its_place(
     connector: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
-    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
-
-    def engine(**more: object) -> dict[str, object]:
-        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
-
     with started_vllms(connector, monkeypatch) as start:
         prefill = start("kv_both", tensor_parallel=2, engine=engine(allow=["127.0.0.1:*"]))
         decode = start("kv_consumer", tensor_parallel=2, engine=engine(listen="127.0.0.1:0"))

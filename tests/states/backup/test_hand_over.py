@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
 from tests.states.backup.test_write_back import back_rig, turn
-from tests.support.each_call import raised_at_each_call
-from tests.support.raise_stories import (
-    hand_all,
-    hand_all_answered,
-    hand_all_copied,
-    hand_all_late,
-    hand_all_refused,
-)
 from tidekv.states import commands, events
 
 TO = "new:7100"
@@ -237,24 +227,6 @@ def test_lent_pages_are_handed_from_the_host() -> None:
     hand(rig)
     Successor(rig).run()
     assert report(rig) == (4, 0, 0, 0, "")
-
-
-@pytest.mark.parametrize(
-    "story", [hand_all, hand_all_copied, hand_all_answered, hand_all_refused, hand_all_late], ids=lambda s: s.__name__
-)
-def test_a_raise_at_any_call_of_a_run_ends_in_one_report(story: Callable[[Rig], Callable[[Rig], object]]) -> None:
-    def prepare() -> tuple[Rig, Callable[[], object]]:
-        rig = Rig()
-        step = story(rig)
-        return rig, lambda: step(rig)
-
-    for call, rig in raised_at_each_call(prepare):
-        told = rig.settle()
-        rig.wait_until(10.0)
-        told += rig.settle()
-        assert sum(isinstance(wish, commands.ReportStored) for wish in told) == 1, (call, told)
-        assert not rig.core.store_all.pages_left and not rig.core.state.is_storing
-        rig.expect_nothing_held()
 
 
 @settings(max_examples=60)

@@ -11,11 +11,22 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.states.backup.test_write_back import back_rig, turn
 from tests.support.each_call import raised_at_each_call
-from tests.support.raise_stories import store_all, store_all_copied, store_all_late, store_all_stored
+from tests.support.raise_stories import (
+    hand_all,
+    hand_all_answered,
+    hand_all_copied,
+    hand_all_late,
+    hand_all_refused,
+    store_all,
+    store_all_copied,
+    store_all_late,
+    store_all_stored,
+)
 from tests.support.rigs import change
 from tidekv.states import commands, events
 
 STORING = (store_all, store_all_copied, store_all_stored, store_all_late)
+HANDING = (hand_all, hand_all_copied, hand_all_answered, hand_all_refused, hand_all_late)
 
 
 def store(rig: Rig, within_s: float = 10.0) -> None:
@@ -268,7 +279,7 @@ def test_what_a_request_leaves_meanwhile_is_stored_as_well() -> None:
     rig.expect_nothing_held()
 
 
-@pytest.mark.parametrize("story", STORING, ids=lambda story: story.__name__)
+@pytest.mark.parametrize("story", [*STORING, *HANDING], ids=lambda story: story.__name__)
 def test_a_raise_at_any_call_of_a_run_ends_in_one_report(story: Callable[[Rig], Callable[[Rig], object]]) -> None:
     def prepare() -> tuple[Rig, Callable[[], object]]:
         rig = Rig(store_wait_s=0.0)
