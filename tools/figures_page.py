@@ -53,7 +53,13 @@ SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 """Files of runs: conversations, each fault for itself, and all faults in one run."""
 VLLM_GROUPS = {
     f"vllm_{kind}{suffix}.json": f"{title}{words}"
-    for kind, title in (("full", "full KV"), ("windows", "windows"), ("states", "states"), ("draft", "EAGLE draft"))
+    for kind, title in (
+        ("full", "full KV"),
+        ("windows", "windows"),
+        ("states", "states"),
+        ("draft", "EAGLE draft"),
+        ("draft_model", "draft model"),
+    )
     for suffix, words in (("", ""), ("_restart", ", restarts"), ("_faults", ", faults"))
 }
 """Files of runs of a class of models each, and the titles of their columns."""
