@@ -174,8 +174,12 @@ class NeighboursOfRank:
             there += random.choice((7, -99))
         brought = random.randint(0, max(there, 0))
 
+        damaged = rank.core.state.counters["l2_damaged"]
+
         def answer() -> None:
-            self._check_offered(command, namespace, keys)
+            if rank.core.state.counters["l2_damaged"] == damaged:
+                # Damaged pages leave host memory at once: the worker that reads gets those before them.
+                self._check_offered(command, namespace, keys)
             rank.outcomes.tell(
                 lambda at_s: events.PromptHanded(
                     at_s=at_s, op=command.op, there=there, brought=brought, error=error, refuses=refuses
