@@ -157,6 +157,17 @@ def test_an_aborted_restore_is_no_failure(start: Start) -> None:
     decode.step_until(lambda: "later" in decode.loaded)
 
 
+def test_a_room_named_for_a_single_token_is_no_error(start: Start) -> None:
+    """Decode computes the last token of each prompt by itself, and a client may name a room for any prompt."""
+    decode = start("kv_consumer")
+    params = {"do_remote_prefill": True, "prefill": "127.0.0.1:1", "room": "r"}
+    assert add(decode, request_of("d", [5], params), OTHERS) == 0
+    aborted = request_of("e", [5], params)
+    assert decode.scheduler.request_finished_all_groups(aborted, ([], [])) == (False, None)
+    decode.step()
+    assert decode.counts == {}
+
+
 def test_a_prompt_that_lacks_its_last_token_only_is_computed_by_decode(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
     tokens = PROMPT[: 2 * BLOCK + 1]

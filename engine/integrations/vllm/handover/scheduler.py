@@ -447,9 +447,9 @@ class DecodeScheduler:
     def _decline(self, request: Any, *, is_short: bool = False) -> None:
         params = request.kv_transfer_params
         self._claimed.add(request.request_id)
-        if not request.prompt_token_ids:
-            return  # A prompt of embeddings alone: no prefill offers it either.
-        handed = self._groups.handed_tokens(len(request.prompt_token_ids))
+        handed = self._groups.handed_tokens(len(request.prompt_token_ids or ()))
+        if handed < 1:
+            return  # Of embeddings alone, or a single token that decode computes: no prefill offers it either.
         prompt = _digest_of(request, pack_tokens(request.prompt_token_ids[:handed]))
         self._jobs.declined.append(DeclineJob(params["room"], params["prefill"], prompt, is_short))
 
