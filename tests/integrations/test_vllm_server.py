@@ -329,3 +329,18 @@ async def test_the_next_turn_is_served_from_host_memory_that_outlives_decode(tmp
     kept = 4 * ((300 + 24 - 1) // 32 * 32)
     assert counts["restore_tokens_l2"] == kept, counts
     assert counts["restore_tokens_transfer"] == 4 * (300 + 900) - kept, counts
+
+
+async def test_a_successor_serves_from_host_memory_what_a_drained_decode_server_had(tmp_path: Path) -> None:
+    code, printed = await program("tests.support.vllm_successor", tmp_path)
+    assert code == 0, printed[-4000:]
+    found = json.loads(printed.splitlines()[-1])
+    assert found["requests"] == 4 * 3
+    assert not found["wrong"] and not found["lost"] and not found["retries"], found
+    # The full blocks of the second prompts with their answers; without their last token, which has no KV yet.
+    kept = 4 * ((550 + 24 - 1) // 32)
+    told = found["told"]
+    assert (told["handed"], told["left"], told["failed"]) == (kept, 0, 0), told
+    counts = {name: found["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    assert counts["restore_tokens_l2"] == 32 * kept, counts
+    assert counts["restore_tokens_transfer"] == 4 * 800 - 32 * kept, counts
