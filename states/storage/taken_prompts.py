@@ -179,7 +179,8 @@ class TakenPrompts:
                 call=hint.call,
                 outcome=outcome,
                 page_count=count,
-                brought=prompt.brought,
+                # A page that was evicted amid the run, and read again, counts once.
+                brought=min(prompt.brought, count),
                 cause="" if is_whole else cause,
             )
         )
