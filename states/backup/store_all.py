@@ -453,10 +453,11 @@ class StoreAll:
         """Whether host memory can take the device pages of a path now without losing pages that storage lacks, which
         begin to be stored otherwise.
         """
-        state = self._state
-        short = sum(node.page_count for node in state.index.path(leaf) if node.host is None) - state.host.free
-        # What other writes read comes free when they end: until then only a part would fit.
-        waits = short > state.index.host_evictable and self._writes(run) > 0
+        state, path = self._state, self._state.index.path(leaf)
+        short = sum(node.page_count for node in path if node.host is None) - state.host.free
+        # What other writes read comes free when they end: until then only a part would fit. The path's own pages stay.
+        own = sum(node.page_count for node in path if node.host is not None and not node.host_guarded)
+        waits = short > state.index.host_evictable - own and self._writes(run) > 0
         for victim in state.index.first_to_go("host", short) if short > 0 else ():
             if self._is_there(run, victim) or not self._is_due(run, victim):
                 continue

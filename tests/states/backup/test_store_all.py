@@ -216,6 +216,24 @@ def test_host_pages_that_storage_lacks_are_stored_before_a_copy_evicts_them() ->
     rig.expect_nothing_held()
 
 
+def test_a_path_whose_own_beginning_has_the_host_waits_for_other_writes() -> None:
+    """Its host pages cannot be evicted for its rest, and a part of it would be all that it gets."""
+    rig = back_rig(device_pages=64, host_pages=8, store_wait_s=0.0)
+    turn(rig, "a", b"abcd")
+    store(rig)
+    run(rig)
+    report(rig)
+    turn(rig, "a", b"abcdefgh")
+    turn(rig, "b", b"xyz")
+    store(rig)
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.target_pages) == 3, "the other path has one page of room, and four that are its own"
+    rig.copied(copy)
+    assert run(rig) == [b"xyz", b"abcdefgh"]
+    assert report(rig)[2:] == (0, 0)
+    rig.expect_nothing_held()
+
+
 def test_more_than_the_host_holds_is_stored_one_after_the_other() -> None:
     rig = back_rig(device_pages=64, host_pages=8, store_wait_s=0.0, write_back_ahead=0.0)
     for number in range(8):
