@@ -232,11 +232,11 @@ class NeighboursOfRank:
             valid, error, delay_s = random.randint(0, valid), "late", command.timeout_s * (1.0 + random.random())
         elif faults.hits("neighbour_is_stuck"):
             valid, error, delay_s = random.randint(0, valid), "its process is gone", STUCK_S * (0.5 + random.random())
-        who = f"read {command.op}"
-        rank.host.begin_write(command.host_pages, who)
+        holder = f"read {command.op}"
+        rank.host.begin_write(command.host_pages, holder)
 
         def land() -> None:
-            rank.host.end_write(command.host_pages, who, [*wanted[:valid], *([GARBAGE] * (len(wanted) - valid))])
+            rank.host.end_write(command.host_pages, holder, [*wanted[:valid], *([GARBAGE] * (len(wanted) - valid))])
             count = valid + 7 if valid == len(wanted) and faults.hits("neighbour_reports_nonsense") else valid
             rank.outcomes.tell(
                 lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, valid=count, error=error), command.op
@@ -267,22 +267,22 @@ class NeighboursOfRank:
         if faults.hits("share_raises"):
             rank.outcomes.raised(command.op)
             return
-        who, pages = f"share {command.op}", command.host_pages
+        holder, pages = f"share {command.op}", command.host_pages
         tags, pages_max = self._reads[command.call]
         self._shared[command.op] = len(pages)
         if not pages or len(pages) > len(tags) or sum(self._shared.values()) > pages_max:
             raise Violation(f"{command} shares none of {len(tags)} pages, or more than {pages_max} in all")
         if len(self._shared) > rank.settings.peer_reads_max:
             raise Violation(f"{command} is one read by a peer more than may be")
-        rank.host.expect(pages, tags[: len(pages)], who, may_be_flipped=True)
+        rank.host.expect(pages, tags[: len(pages)], holder, may_be_flipped=True)
         rank.flip_one(rank.host, pages)
-        found = rank.host.begin_read(pages, who)
+        found = rank.host.begin_read(pages, holder)
         delay_s = STUCK_S * (0.5 + self._random.random()) if faults.hits("share_is_stuck") else rank.delay()
 
         def end() -> None:
             error = "injected" if faults.hits("share_fails") else ""
             intact = rank.host.intact(pages)
-            rank.host.end_read(pages, who, found)
+            rank.host.end_read(pages, holder, found)
             del self._shared[command.op]
             rank.outcomes.tell(
                 lambda at_s: events.CopyEnded(at_s=at_s, op=command.op, error=error, intact=intact), command.op

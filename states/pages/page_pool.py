@@ -124,7 +124,7 @@ def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
 
 
 class PageState(enum.IntEnum):
-    """The state of a page, which says who may write to it. The four counts of a pool add up to its size."""
+    """The state of a page, which says what may write to it. The four counts of a pool add up to its size."""
 
     FREE = 0
     """Nobody's: the next request may take it."""

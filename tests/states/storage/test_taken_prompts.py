@@ -33,7 +33,7 @@ def offer(rig: Rig, keys: bytes, *, call: int = -1, used: int = 0, within_s: flo
     )
 
 
-def told(rig: Rig) -> tuple[str, int, int, str]:
+def outcome(rig: Rig) -> tuple[str, int, int, str]:
     """The answer to an offer: word, pages that are there, pages that came, cause."""
     answer = rig.take(commands.ReportHinted)
     return answer.outcome, answer.page_count, answer.brought, answer.cause
@@ -47,7 +47,7 @@ def take(rig: Rig, keys: bytes, **fields: object) -> tuple[str, int, int, str]:
             assert fetch.peer == OLD and not fetch.request_id
             assert rig.core.keys_stored(fetch.op) == ("", keys)
             rig.fetched(fetch)
-    return told(rig)
+    return outcome(rig)
 
 
 def in_host(rig: Rig, keys: bytes) -> int:
@@ -73,7 +73,7 @@ def test_only_what_host_memory_lacks_is_read() -> None:
     fetch = rig.take(commands.FetchPages)
     assert list(fetch.positions) == [3, 4, 5]
     rig.fetched(fetch)
-    assert told(rig) == ("accepted", 6, 3, "")
+    assert outcome(rig) == ("accepted", 6, 3, "")
     assert take(rig, b"abcdef") == ("accepted", 6, 0, "")
     rig.expect_nothing_held()
 
@@ -93,11 +93,11 @@ def test_a_worker_that_has_less_leaves_what_it_sent() -> None:
     rig = Rig()
     offer(rig, b"abcdef")
     rig.fetched(rig.take(commands.FetchPages), 2)
-    word, there, brought, cause = told(rig)
+    word, there, brought, cause = outcome(rig)
     assert (word, there, brought) == ("clipped", 2, 2) and "fewer pages" in cause
     offer(rig, b"xyz")
     rig.fetched(rig.take(commands.FetchPages), 0, error="the link was lost")
-    assert told(rig) == ("rejected", 0, 0, "the link was lost")
+    assert outcome(rig) == ("rejected", 0, 0, "the link was lost")
     # Requests leave it alone for a while; what it hands over itself is read.
     assert rig.core.peers.choose((OLD,)) == ""
     assert take(rig, b"xyz") == ("accepted", 3, 3, "")
@@ -110,7 +110,7 @@ def test_a_slow_worker_is_read_as_long_as_pages_come() -> None:
     offer(rig, b"abcdef")
     for _ in range(3):
         rig.fetched(rig.take(commands.FetchPages), 2, error="late")
-    assert told(rig) == ("accepted", 6, 6, "")
+    assert outcome(rig) == ("accepted", 6, 6, "")
     rig.expect_nothing_held()
 
 
@@ -122,12 +122,12 @@ def test_a_long_prompt_comes_in_parts_within_the_limit_of_peers() -> None:
         (fetch,) = fetches
         sizes.append(len(fetch.host_pages))
         rig.fetched(fetch)
-    assert sizes == [6, 6, 6, 2] and told(rig) == ("accepted", 20, 20, "")
+    assert sizes == [6, 6, 6, 2] and outcome(rig) == ("accepted", 20, 20, "")
     offer(rig, b"abcdefgh", call=-1)
     offer(rig, b"ABCDEFGH", call=-2)
     offer(rig, b"tuvwxyz0", call=-3)
     assert [len(fetch.host_pages) for fetch in rig.pending if isinstance(fetch, commands.FetchPages)] == [6, 2]
-    assert told(rig) == ("rejected", 0, 0, BUSY)
+    assert outcome(rig) == ("rejected", 0, 0, BUSY)
     rig.settle()
     rig.expect_nothing_held()
 
@@ -136,7 +136,7 @@ def test_no_more_than_so_many_are_taken_at_once() -> None:
     rig = Rig(host_pages=64, device_pages=32, peer_host_share=1.0)
     for number in range(17):
         offer(rig, bytes([number, number]), call=-1 - number)
-    assert told(rig) == ("rejected", 0, 0, BUSY)
+    assert outcome(rig) == ("rejected", 0, 0, BUSY)
     assert len(rig.take_all(commands.FetchPages)) == 16
 
 
@@ -186,7 +186,7 @@ def test_a_late_read_is_answered_and_its_pages_come_back_when_it_ends() -> None:
     fetch = rig.take(commands.FetchPages)
     assert 0 < fetch.timeout_s < 1.0
     rig.wait_until(1.0)
-    word, there, brought, cause = told(rig)
+    word, there, brought, cause = outcome(rig)
     assert (word, there, brought) == ("rejected", 0, 0) and "late" in cause
     assert rig.core.peers.choose((OLD,)) == "" and rig.core.statistics()["peer_fetches_late"] == 1
     assert rig.core.statistics()["host_owned"] == 4
@@ -200,10 +200,10 @@ def test_a_late_read_is_answered_and_its_pages_come_back_when_it_ends() -> None:
 def test_without_time_or_host_memory_nothing_is_read() -> None:
     rig = Rig()
     offer(rig, b"abcd", within_s=0.0)
-    assert told(rig)[:3] == ("rejected", 0, 0)
+    assert outcome(rig)[:3] == ("rejected", 0, 0)
     rig = Rig(host_pages=0)
     offer(rig, b"abcd")
-    assert told(rig)[:3] == ("rejected", 0, 0)
+    assert outcome(rig)[:3] == ("rejected", 0, 0)
     rig.nothing_else()
 
 
@@ -218,7 +218,7 @@ def test_a_prefix_that_goes_while_its_end_is_read_costs_these_pages_only() -> No
     again = rig.take(commands.FetchPages)
     assert list(again.positions) == [0, 1, 2, 3]
     rig.fetched(again)
-    assert told(rig)[:2] == ("accepted", 4)
+    assert outcome(rig)[:2] == ("accepted", 4)
     rig.expect_nothing_held()
 
 
