@@ -15,6 +15,7 @@ from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS, OF_
 from simulation.memory import GARBAGE, Violation
 from simulation.tiers import STUCK_S
 from tidekv.states import commands, events
+from tidekv.states.backup.backups import Backup
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -174,12 +175,18 @@ class NeighboursOfRank:
             there += random.choice((7, -99))
         brought = random.randint(0, max(there, 0))
 
-        damaged = rank.core.state.counters["l2_damaged"]
+        state = rank.core.state
+        backup = state.operations[command.op]
+        assert isinstance(backup, Backup)
+        leaf = backup.leaf
+        damaged = state.counters["l2_damaged"]
 
         def answer() -> None:
-            if rank.core.state.counters["l2_damaged"] == damaged:
-                # Damaged pages leave host memory at once: the worker that reads gets those before them.
-                self._check_offered(command, namespace, keys)
+            # Damaged pages leave host memory at once: the worker that reads gets those before them. So it does where
+            # device pages of the path are draining, but its host pages stay.
+            held = sum(node.page_count for node in state.index.path(leaf) if node.host is not None)
+            if held != command.page_count and state.counters["l2_damaged"] == damaged:
+                raise Violation(f"{command} is not answered yet, and host memory holds {held} pages of it")
             rank.outcomes.tell(
                 lambda at_s: events.PromptHanded(
                     at_s=at_s, op=command.op, there=there, brought=brought, error=error, refuses=refuses

@@ -75,6 +75,8 @@ class _Attempt:
         path: Path | None = None,
     ) -> None:
         self.what = ""
+        self.given = shape
+        """The shape as it was asked for; `shape` has only the requests that had arrived at the end."""
         self._worlds: list[World] = []
         tape = None if path is None else _Tape(path)
 
@@ -184,10 +186,13 @@ def find_smallest(
                 break
             size //= 2
     last = _Attempt(seed, best.shape, faults, left_out, path)
+    if not last.fails_like(what):
+        # It takes the requests that had not arrived, too: they keep the callers of others in the run.
+        last = _Attempt(seed, best.given, faults, left_out, path)
     events = _without_idle_events(path, last.events)
     return SmallestRun(
         seed=seed,
-        requests=last.shape.requests,
+        requests=last.given.requests,
         faults=faults,
         without=tuple(sorted(left_out)),
         lends=last.shape.lends,
