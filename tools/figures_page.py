@@ -510,12 +510,20 @@ def cache_peers_table() -> str:
     )
 
 
+def runs() -> str:
+    """Return the kept runs of real servers, of a GPU and of workers that read from one another."""
+    parts = {
+        "SGLang": sglang_table,
+        "vLLM": vllm_table,
+        "A GPU": gpu_table,
+        "A prefix from another worker": cache_peers_table,
+    }
+    return "\n\n".join(f"## {title}\n\n{make().strip()}" for title, make in parts.items())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_table,
-    "docs/gpu.md": gpu_table,
-    "docs/sglang.md": sglang_table,
-    "docs/vllm.md": vllm_table,
-    "docs/when-a-worker-goes-away.md": cache_peers_table,
+    "benchmarks/results/RUNS.md": runs,
     "examples/fleet/README.md": fleet_table,
 }
 """The table of each page, by its path in the checkout."""
