@@ -151,7 +151,7 @@ class HintCalls:
         """
         try:
             read = msgspec.convert(msgspec.to_builtins(envelope), HintEnvelope)
-        except (msgspec.ValidationError, TypeError) as error:
+        except (msgspec.ValidationError, TypeError, RecursionError) as error:
             raise InvalidRequest(f"this is no envelope of KV hints: {error}") from None
         if read.protocol_version not in VERSIONS:
             outcomes = [
@@ -199,7 +199,8 @@ class HintCalls:
         asked_ms = payload.ttl_ms if kind == "pin" else payload.deadline_ms
         if kind == "pin" and asked_ms is None:
             return rejected("a pin needs ttl_ms")
-        ttl_s: Seconds = PREFETCH_S if asked_ms is None else asked_ms / 1000
+        # Bounded before the division: an int may be more than a float can be.
+        ttl_s: Seconds = PREFETCH_S if asked_ms is None else min(asked_ms, 1000 * config.hints.ttl_s_max) / 1000
         call, front = self._arrivals.next_number(), self._runtime.front
         done = self._runtime.calls.expect_hint(call)
         try:

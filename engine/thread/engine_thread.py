@@ -588,6 +588,11 @@ class EngineThread:
             await self._engine.hint(envelope)
         except InvalidRequest as error:
             LOG.warning("KV hints are not followed", cause=str(error))
+        except EngineClosed:
+            raise
+        except Exception:
+            # They are advice: a defect in following them must not end the engine.
+            LOG.exception("KV hints are not followed, because of an error here")
 
     def _decline(self, request: DecodeRequest) -> None:
         try:

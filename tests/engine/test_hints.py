@@ -139,7 +139,30 @@ async def test_what_is_not_known_or_malformed_is_rejected_counted_and_no_error(
         assert sum(pair.engine._hints.counts.values()) == 2
 
 
-@pytest.mark.parametrize("what", [None, 3, {}, {"actions": []}, {"protocol_version": "0.1", "message_id": "m"}])
+@pytest.mark.parametrize("kind", ["kv.pin", "kv.prefetch"])
+async def test_a_time_beyond_all_bounds_is_the_longest_one(kind: str) -> None:
+    async with loopback_pair(engine_config()) as pair:
+        await pair.serve(PROMPT)
+        limits = {"ttl_ms": 10**400, "deadline_ms": 10**400}
+        assert await outcome(pair, kind, token_ids=PROMPT, **limits) == (
+            "accepted",
+            4 * PAGE if kind == "kv.pin" else 0,
+        )
+        await pair.serve(PROMPT, kv_hints=envelope(kind, token_ids=PROMPT, **limits))
+
+
+def nested(depth: int) -> list[Any]:
+    """A list in a list, and so on."""
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+NESTED = {"protocol_version": "0.1", "message_id": "m", "actions": nested(100_000)}
+
+
+@pytest.mark.parametrize("what", [None, 3, {}, {"actions": []}, NESTED, {"protocol_version": "0.1", "message_id": "m"}])
 async def test_what_is_no_envelope_is_refused_and_with_a_request_it_is_counted(what: Any) -> None:
     async with loopback_pair(engine_config()) as pair:
         with pytest.raises(InvalidRequest, match="no envelope of KV hints"):

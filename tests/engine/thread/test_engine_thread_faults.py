@@ -71,6 +71,19 @@ def test_before_its_start_a_thread_refuses_calls_and_closes_without_one() -> Non
     assert thread.close() == []
 
 
+def test_a_defect_in_following_hints_ends_nothing(
+    running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def raise_it(*args: object) -> None:
+        raise RuntimeError("by a test")
+
+    with running() as rig:
+        monkeypatch.setattr(DecodeEngine, "hint", raise_it)
+        rig.thread.hint({})
+        assert len(rig.restore("r0").pages) == 6
+    assert "because of an error here" in caplog.text
+
+
 def test_a_broken_invariant_is_told_by_every_outcome_and_every_later_call(running) -> None:
     with pytest.raises(BrokenInvariant, match="by a test"), running(answers=False) as rig:
         tickets = [rig.thread.submit(rig.request(f"r{number}")) for number in range(4)]

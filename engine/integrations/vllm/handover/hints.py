@@ -22,6 +22,8 @@ TARGETS: Final = ("token_ids", "block_hashes", "session")
 AT_THE_END: Final = ("kv.pin", "kv.retain", "kv.demote")
 """Actions on pages that the request itself brings to host memory, when it ends."""
 FETCH: Final = "kv.fetch"
+MALFORMED: Final = (TypeError, KeyError, AttributeError, RecursionError)
+"""Exceptions for what is no envelope; one that is nested too deeply is none either."""
 Envelope = dict[str, Any]
 
 
@@ -37,8 +39,8 @@ def hints_of(request: Any, namespace: str) -> tuple[Envelope | None, Envelope | 
         envelope = msgspec.to_builtins(given)
         actions = envelope["actions"]
         named = [_with_target(action, request, namespace) for action in actions]
-    except (TypeError, KeyError, AttributeError):
-        return {"no envelope": str(given)[:200]}, None
+    except MALFORMED:
+        return {"no envelope": type(given).__name__}, None
     now = [action for action, is_late in named if not is_late and action.get("action_type") != FETCH]
     late = [action for action, is_late in named if is_late]
     return ({**envelope, "actions": now} if now else None, {**envelope, "actions": late} if late else None)
@@ -54,7 +56,7 @@ def fetches_of(request: Any) -> Envelope | None:
     try:
         given = msgspec.to_builtins(getattr(request, "kv_hints", None) or params.get("kv_hints"))
         actions += [action for action in given["actions"] if action.get("action_type") == FETCH]
-    except (TypeError, KeyError, AttributeError):
+    except MALFORMED:
         given = {}
     source = params.get("remote_kv_source")
     if isinstance(source, Mapping):
