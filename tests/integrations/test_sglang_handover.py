@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -424,6 +425,36 @@ def test_another_prefill_computes_the_prompt_of_one_that_is_gone(
         servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed)
         assert len(RECOMPUTES) == 1
     finally:
+        servers.close()
+
+
+def test_a_prefill_is_found_while_sglang_asks_how_its_request_is(
+    monkeypatch: pytest.MonkeyPatch, plugged: None
+) -> None:
+    """What SGLang knows of it is not forgotten between its look-up and its use, on another thread."""
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + ', "prefills": ["127.0.0.1:8998"]}')
+    servers = Servers()
+    SERVICES["127.0.0.1:6"] = [{"rank_ip": "127.0.0.1", "rank_port": free_port()}]
+    is_known, was_polled = threading.Event(), threading.Event()
+    try:
+        asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5, bootstrap_addr="127.0.0.1:6")
+        look_up = servers.decode.kv_manager.try_ensure_parallel_info
+
+        def slowly(address: str) -> bool:
+            found = bool(look_up(address))
+            is_known.set()
+            return was_polled.wait(LIMIT_S) and found
+
+        monkeypatch.setattr(servers.decode.kv_manager, "try_ensure_parallel_info", slowly)
+        servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed or is_known.is_set())
+        assert asked.kv_receiver.poll() == KVPoll.Transferring
+        was_polled.set()
+        servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed or bool(RECOMPUTES))
+        assert [each["bootstrap_port"] for each in RECOMPUTES] == [8998]
+        servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+        servers.commit(asked)
+    finally:
+        was_polled.set()
         servers.close()
 
 

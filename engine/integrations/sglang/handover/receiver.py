@@ -162,10 +162,8 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
                 return KVPoll.Failed
             return KVPoll.WaitingForInput if self._is_resolved else KVPoll.Bootstrapping
         state = decode.poll(restore)
-        if state is RestoreState.FAILED and restore.prefill_is_gone:
-            self._mgr.forget_prefill(self.bootstrap_addr)
-            if self._moves_on(restore, decode):
-                return KVPoll.Transferring
+        if state is RestoreState.FAILED and restore.prefill_is_gone and self._moves_on(restore, decode):
+            return KVPoll.Transferring
         if state is RestoreState.FAILED:
             self._fail(restore.cause)
             return KVPoll.Failed
@@ -179,6 +177,8 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
     def _moves_on(self, restore: PromptRestore, decode: DecodeEnd) -> bool:
         """Whether another prefill computes the prompt: SGLang's request for a retracted one asks for it."""
         if self._moving is None:
+            # Once: later this is the address of the one that is looked up.
+            self._mgr.forget_prefill(self.bootstrap_addr)
             self._tried.add(self.bootstrap_addr)
             others = [address for address in self._mgr.settings.prefills if address not in self._tried]
             if not others or not can_recompute(self.request):
