@@ -157,15 +157,45 @@ def test_an_aborted_restore_is_no_failure(start: Start) -> None:
     decode.step_until(lambda: "later" in decode.loaded)
 
 
-def test_a_room_named_for_a_single_token_is_no_error(start: Start) -> None:
-    """Decode computes the last token of each prompt by itself, and a client may name a room for any prompt."""
-    decode = start("kv_consumer")
-    params = {"do_remote_prefill": True, "prefill": "127.0.0.1:1", "room": "r"}
-    assert add(decode, request_of("d", [5], params), OTHERS) == 0
-    aborted = request_of("e", [5], params)
-    assert decode.scheduler.request_finished_all_groups(aborted, ([], [])) == (False, None)
-    decode.step()
-    assert decode.counts == {}
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1]
+KINDS = [[], [SlidingWindowSpec()], [MambaSpec()], GROUPS]
+of_every_kind = pytest.mark.parametrize("further", KINDS, ids=["full KV", "window", "state", "window and state"])
+
+
+@of_every_kind
+@pytest.mark.parametrize("draft", [None, "eagle"])
+def test_no_prompt_that_names_a_room_ends_the_scheduler_of_decode(
+    start: Start, further: list[Any], draft: str | None
+) -> None:
+    """A client may name a room for any prompt, and vLLM's cache may have any of its full blocks."""
+    decode = start("kv_consumer", further=further, draft=draft)
+    asked = [(tokens, room, had) for tokens in LENGTHS for room in ("r", "", None) for had in range(0, tokens, BLOCK)]
+    for at, (tokens, room, had) in enumerate(asked):
+        params = {"do_remote_prefill": True, "prefill": "127.0.0.1:1", "room": room}
+        name, tables = f"{at}", (OTHERS[0][:2], [row[-2:] for row in OTHERS[1][: len(further)]])
+        claimed = add(decode, request_of(name, PROMPT[:tokens], params), tables, computed=had)
+        handed = tokens - 1 if further else tokens
+        assert claimed == (handed - had if room is not None else 0)
+        if claimed:
+            decode.step_until(partial(decode.loaded.__contains__, name))
+        assert decode.ask(name, tables[0], computed=had) == 0
+        decode.finish(name)
+        aborted = request_of(f"aborted {at}", PROMPT[:tokens], params)
+        nothing = [list[int]() for _ in range(1 + len(further))]
+        assert decode.scheduler.request_finished_all_groups(aborted, nothing) == (False, None)
+        decode.step()
+
+
+@of_every_kind
+def test_no_prompt_that_names_a_room_ends_the_scheduler_of_prefill(start: Start, further: list[Any]) -> None:
+    prefill = start("kv_producer", further=further)
+    for at, (tokens, room) in enumerate((tokens, room) for tokens in LENGTHS for room in ("r", "", None)):
+        name, tables = f"{at}", (TABLES[0][:2], [[*row[-2:]] for row in TABLES[1][: len(further)]])
+        add(prefill, request_of(name, PROMPT[:tokens], {"do_remote_decode": True, "room": room}), tables)
+        prefill.compute(name, chunk=12)
+        # Of a single token decode computes all, if it computes the last one.
+        assert prefill.finish(name)[0] is (tokens > 1 or not further)
+        prefill.step()
 
 
 def test_a_prompt_that_lacks_its_last_token_only_is_computed_by_decode(start: Start) -> None:
