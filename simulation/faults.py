@@ -132,16 +132,6 @@ OF_NEIGHBOURS = frozenset(name for name in FAULTS if name.startswith(("neighbour
 """Kinds that strike only in runs with other decode workers, which draw them from a random source of their own."""
 OF_RANKS_OF_NEIGHBOURS = frozenset({"neighbour_misses_a_rank", "neighbour_asks_otherwise"})
 """Those of them that strike only in runs on several ranks."""
-OF_SUCCESSORS = frozenset(
-    {
-        "neighbour_refuses",
-        "neighbour_is_full",
-        "neighbour_takes_nonsense",
-        "neighbour_takes_nothing",
-        "neighbour_raises_at_offer",
-    }
-)
-"""Those of them that strike only in runs on one rank: ranks that share an index hand no cache over."""
 OF_RANKS = frozenset(name for name in FAULTS if name.startswith("rank_"))
 """Kinds that strike only in runs on several ranks. Every other kind strikes on one of the ranks alone there, but for
 those of calls, which the callers of all ranks make.

@@ -3,7 +3,7 @@
 They have as many ranks as this one, and each of their ranks deals with the rank at its place. What they send is drawn
 from random sources of their own, so that runs without them stay what they were.
 
-Each of them hands prompts over to a worker of one rank, which hands its cache over to each.
+Each of them hands prompts over to this worker, which hands its cache over to each: first rank to first rank, for all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS, OF_SUCCESSORS, Chosen, Faults
+from simulation.faults import FAULTS, OF_NEIGHBOURS, OF_RANKS_OF_NEIGHBOURS, Chosen, Faults
 from simulation.memory import GARBAGE, Violation
 from simulation.tiers import STUCK_S
 from tidekv.states import commands, events
@@ -50,7 +50,7 @@ class Neighbours:
     def __init__(self, world: World, seed: int, ranks: int, chosen: Chosen, without: Collection[str]) -> None:
         self._world = world
         self.random = Random(f"neighbours {seed}")
-        absent = FAULTS.keys() - OF_NEIGHBOURS | (OF_RANKS_OF_NEIGHBOURS if ranks == 1 else OF_SUCCESSORS)
+        absent = FAULTS.keys() - OF_NEIGHBOURS | (OF_RANKS_OF_NEIGHBOURS if ranks == 1 else set())
         self.faults = Faults(self.random, chosen, without, absent=absent)
         self.ranks = ranks
         self._reads = 0
@@ -78,9 +78,7 @@ class Neighbours:
                     rank.schedule.after(
                         delay_s + lag_s, rank.with_neighbours.ask, self._reads, namespace, asked, pages_max
                     )
-        if self.ranks > 1:
-            return
-        (rank,) = self._world.ranks
+        rank = self._world.ranks[0]
         if random.random() < HANDS_OVER:
             more = b"".join(bytes([random.randrange(97, 123)]) * width for _ in range(random.choice((0, 0, 3))))
             handed = keys[: random.randint(1, len(keys) // width + 1) * width] + more
@@ -118,8 +116,10 @@ class NeighboursOfRank:
     # --- Their prompts ---
 
     def offer(self, namespace: str, keys: bytes) -> None:
-        """Have a neighbour hand a prompt over."""
+        """Have a neighbour hand a prompt over. A rank that is without another one refuses it."""
         rank, random = self._rank, self._random
+        if rank.is_solo:
+            return
         call = self._next_call()
         self._handed[call] = len(keys) // rank.settings.key_bytes
         rank.tell(
@@ -145,6 +145,8 @@ class NeighboursOfRank:
     def take_all(self) -> None:
         """Have this worker hand its cache over to a neighbour."""
         rank, random = self._rank, self._random
+        if rank.is_solo:
+            return
         call = self._next_call()
         self._runs.add(call)
         within_s, goes_on = random.choice((0.0, 0.05, 2.0, 30.0)), random.random() < 0.3
@@ -155,9 +157,15 @@ class NeighboursOfRank:
         )
 
     def offered(self, command: commands.HandPrompt) -> None:
-        """Take a prompt of this worker, which must have it in host memory until the answer."""
+        """Take a prompt, which must be in host memory until the answer. The first rank alone offers it."""
         rank, faults, random = self._rank, self.faults, self._random
         rank.outcomes.begin(command.op)
+        if rank.number:
+            rank.outcomes.tell(
+                lambda at_s: events.PromptHanded(at_s=at_s, op=command.op, there=0, brought=0, error="not offered"),
+                command.op,
+            )
+            return
         if faults.hits("neighbour_raises_at_offer"):
             rank.outcomes.raised(command.op)
             return
@@ -203,6 +211,8 @@ class NeighboursOfRank:
 
     def all_handed(self, command: commands.ReportStored) -> None:
         """Take the report of a run to hand the cache over. Raises a Violation for a second one."""
+        if self._is_of_first(command.call):
+            return
         if command.call not in self._runs:
             raise Violation(f"{command}, but no such run was asked for")
         self._runs.remove(command.call)
@@ -300,6 +310,8 @@ class NeighboursOfRank:
     def answered(self, command: commands.ReportHinted) -> None:
         """Take the answer to a read, or to a prompt that was handed over. Raises a Violation for a second one."""
         pages = self._handed.pop(command.call, None)
+        if self._is_of_first(command.call):
+            return
         if pages is None:
             self._answer(command.call)
         elif not 0 <= command.brought <= pages or not 0 <= command.page_count <= pages:
@@ -313,6 +325,10 @@ class NeighboursOfRank:
     def _answer(self, call: int) -> None:
         if self._reads.pop(call, None) is None:
             raise Violation(f"an answer to read {call}, but no neighbour waits for that")
+
+    def _is_of_first(self, call: int) -> bool:
+        """Whether a call is the first rank's, and this one is another."""
+        return call < self._calls_from
 
     def is_asked_by(self, command: commands.ReportHinted | commands.ReportStored) -> bool:
         """Whether a neighbour gets this answer."""

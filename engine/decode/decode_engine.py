@@ -593,8 +593,9 @@ class DecodeEngine:
         With `to`, the `peer_address` of another worker, that one takes the place of storage: it reads full pages from
         host memory here into its own, within `hand_s` seconds, and gives them free memory and that of prompts that it
         uses less. It must name this worker in `cache_peers.allow`. Until this engine closes, others still read from it.
-        Raises InvalidRequest without `cache_peers.listen`, with ranks, and together with `store_s`: call it once for
-        each.
+        With ranks, give it on the first one, for a worker of as many: each of its ranks reads from the rank at its
+        place, the others at the ports behind the first one's `listen`. Raises InvalidRequest without
+        `cache_peers.listen`, and together with `store_s`: call it once for each.
         """
         self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")

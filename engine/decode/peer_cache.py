@@ -9,7 +9,8 @@ Both workers agree by their votes: the reader on how many pages all of its ranks
 once all of its ranks were asked.
 
 A worker that goes away hands its cache over to another one, its successor. It offers prompts over its link for reads
-from there; each offer becomes the hint "take" at the successor, whose core reads the pages as those of any peer.
+from there; each offer becomes the hint "take" at the successor, whose core reads the pages as those of any peer. Of
+several ranks the first offers, and takes, for all; each rank of the successor reads from the one at its place.
 """
 
 from __future__ import annotations
@@ -212,6 +213,8 @@ class PeerCache:
 
     async def hand(self, command: HandPrompt, namespace: str, keys: bytes) -> wire.PromptTaken:
         """Offer a prompt to the successor of this worker; returns its answer, at the latest after the time-out."""
+        if self._place.rank:
+            return wire.PromptTaken(number=0, cause="the first rank offers it")
         offer = wire.OfferPrompt(
             number=next(self._offers),
             namespace=namespace,
@@ -219,7 +222,7 @@ class PeerCache:
             heat=command.heat,
             within_s=command.timeout_s,
         )
-        return await self._reads.offer(command.peer, offer)
+        return await self._reads.offer(self.address_of(command.peer), offer)
 
     async def _take(self, theirs: wire.Hello, offer: wire.OfferPrompt) -> wire.PromptTaken:
         """Take a prompt of a worker that goes away."""
@@ -242,8 +245,10 @@ class PeerCache:
                 )
             )
             taken = await answered
-        except EngineClosed:
-            return wire.PromptTaken(number=offer.number, cause="it closes", refuses=True)
+        except (EngineClosed, RankLost) as ending:
+            engine.calls.unexpect_hint(call)
+            why = "it closes" if isinstance(ending, EngineClosed) else "it has lost a rank"
+            return wire.PromptTaken(number=offer.number, cause=why, refuses=True)
         LOG.debug("a prompt was taken", peer=theirs.shares_at, pages=taken.page_count, read=taken.brought)
         return wire.PromptTaken(
             number=offer.number,
@@ -258,14 +263,15 @@ class PeerCache:
         engine = self._engine
         if engine.is_draining or not engine.is_open:
             return "it drains, or closes"
-        if self._place.ranks > 1:
-            return f"it has {self._place.ranks} ranks, which would have to read the same"
+        if self._place.rank:
+            return "its first rank takes prompts"
         if not address:
             return "no address was named at which this worker is read: set cache_peers.listen, not to all interfaces"
         try:
-            if not self._allowed.allows(address):
-                raise InvalidRequest(f"{address} is not in its cache_peers.allow")
-            engine.transport.check_address(address)
+            for each in self.addresses_of(address):
+                if not self._allowed.allows(each):
+                    raise InvalidRequest(f"{each} is not in its cache_peers.allow")
+            self.check_peer(address)
         except TidekvError as error:
             LOG.warning("a worker is not allowed to hand its cache over", peer=address, cause=str(error))
             return str(error)
@@ -278,9 +284,10 @@ class PeerCache:
         return run is not None and bool(run.to)
 
     def _next_call(self) -> int:
-        # Below zero, apart from the numbers of the engine's callers.
+        # Below zero, apart from the numbers of the engine's callers, and from those of the first rank: all ranks take
+        # its prompts.
         self._calls -= 1
-        return self._calls
+        return self._calls * self._place.ranks - self._place.rank
 
     # --- Reads of ours ---
 
@@ -351,9 +358,8 @@ class PeerCache:
         if room.tokens is None or namespace is None or len(self._shares) >= ASKS_MAX * self._options.reads_max:
             return None
         # A prompt that is longer than the share of reads is handed over as well, since nothing else needs the pages.
-        # All ranks ask for the same.
-        is_alone = self._place.ranks == 1
-        share = 1.0 if is_alone and (engine.is_draining or self._hands_over) else self._options.read_share
+        # The first rank's share is that of all.
+        share = 1.0 if engine.is_draining or self._hands_over else self._options.read_share
         call = self._next_call()
         self._shares[call] = None
         try:

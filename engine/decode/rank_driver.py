@@ -103,6 +103,8 @@ class RankDriver:
         self._context = own_context()
         self._held: deque[Event] = deque()
         """Posted while the core has not taken all of a turn."""
+        self._answers: dict[int, str] = {}
+        """What the successor said to offers whose end is being voted on, by operation: ranks vote on counts."""
         self._openings: deque[Opening] = deque()
         self._in_turn = False
         self._is_voting = False
@@ -203,8 +205,8 @@ class RankDriver:
         if isinstance(event, OF_THE_LEADER):
             if self._group.rank != LEADER:
                 raise InvalidRequest(
-                    "flush, hint, change_policy, change_request and drain(store_s=) are for all ranks: call them on"
-                    f" rank {LEADER} only"
+                    "flush, hint, change_policy, change_request and drain(store_s=, to=) are for all ranks: call them"
+                    f" on rank {LEADER} only"
                 )
             self.check()
         if isinstance(event, events.RequestArrived):
@@ -220,6 +222,8 @@ class RankDriver:
                 "a prefill failed for this rank",
                 rank=self._group.rank, request_id=event.request_id, generation=event.generation, cause=event.cause,
             )  # fmt: skip
+        elif isinstance(event, events.PromptHanded):
+            self._answers[event.op] = event.error
         elif isinstance(event, events.WriterLost):
             LOG.warning(
                 "a prefill is out of reach of this rank", rank=self._group.rank, peer=event.writer, cause=event.cause
@@ -402,6 +406,9 @@ class RankDriver:
     def _in_words(self, event: Event) -> Event:
         if isinstance(event, events.AbortRequested) and event.cause == LOST_RANK and self.lost is not None:
             return msgspec.structs.replace(event, cause=str(self.lost))
+        if isinstance(event, events.PromptHanded):
+            own = self._answers.pop(event.op, "")
+            return msgspec.structs.replace(event, error=own or event.error) if event.error else event
         return event
 
     def _take_turn_alone(self) -> None:

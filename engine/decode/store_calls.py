@@ -95,14 +95,11 @@ class StoreCalls:
     def check_successor(self, to: str) -> None:
         """Raise InvalidRequest if the cache cannot be handed over to the worker at this address."""
         parts = self._parts
-        if parts.rank_group is not None:
-            raise InvalidRequest(
-                "the cache of one of several ranks cannot be handed over: no vote decides on each prompt"
-            )
         if parts.peers is None or parts.peers.address is None:
             raise InvalidRequest("the cache cannot be handed over, since no worker reads it: set cache_peers.listen")
-        host_and_port(to, "to")
-        parts.transport.check_address(to)
+        address = parts.peers.address_of(to)
+        host_and_port(address, "to")
+        parts.transport.check_address(address)
 
     def outcome(self, live: list[str], reports: Sequence[ReportStored], *, to: str = "") -> DrainOutcome:
         """Return what runs have done, and log it in one line. Each but the first has found what was stored before."""

@@ -41,7 +41,7 @@ from tidekv.states.ranks.call_votes import (
 from tidekv.states.ranks.component_votes import ComponentVote
 from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomVote
 from tidekv.states.ranks.state_digest import StateDigest
-from tidekv.states.ranks.vote_items import LOST_RANK, OperationVote, RequestVote
+from tidekv.states.ranks.vote_items import LOST_RANK, OfferVote, OperationVote, RequestVote
 from tidekv.states.ranks.votes import NO_RANK, VoteVector, equality_slots, unequal
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Agreement:
         """Slots in front of those of the vote items."""
         self._opening: Opening | None = None
         self._number = 0
-        self._operations: dict[int, OperationVote | ComponentVote] = {}
+        self._operations: dict[int, OperationVote | ComponentVote | OfferVote] = {}
         self._rooms: dict[tuple[str, int], RoomVote] = {}
         self._requests: dict[str, RequestVote] = {}
         self._aborts: dict[str, str] = {}
@@ -357,7 +357,7 @@ class Agreement:
         return Decision(events=decided, refusals=refusals, is_idle=bool(idle), all_leave=bool(leaving))
 
     def _close_decided(self, item: VoteItem) -> None:
-        if isinstance(item, OperationVote | ComponentVote):
+        if isinstance(item, OperationVote | ComponentVote | OfferVote):
             if item.is_over:
                 del self._operations[item.op]
                 item.close(self._vote_vector)
@@ -424,6 +424,8 @@ class Agreement:
                 self._close_request(request_id)
             case commands.QueryStorage(op=op) if command.components_first:
                 self._operations[op] = ComponentVote(self._next(), vote_vector, command, self._core)
+            case commands.HandPrompt(op=op):
+                self._operations[op] = OfferVote(self._next(), vote_vector, command)
             case commands.OperationCommand(op=op):
                 self._operations[op] = OperationVote(self._next(), vote_vector, command)
                 if isinstance(command, commands.ReportEarly):

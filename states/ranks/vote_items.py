@@ -21,7 +21,11 @@ NO_ERROR = 255
 COUNT_MAX = 1 << 40
 WRITTEN_BITS = 20
 WRITTEN_MAX = (1 << WRITTEN_BITS) - 1
+ABSTAINS = 1 << 50
+"""Value of an offer on the ranks that do not make it, above every answer."""
 LOST_RANK = "a rank was lost"
+NOT_TAKEN = "the answer to the first rank"
+"""Error of an offer, for which that rank has words."""
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
 """Causes of an abort. A slot holds an index into them; any other cause counts as the first."""
 
@@ -113,6 +117,58 @@ class OperationVote:
         vote_vector.close(self.slot)
         if self.layers_slot is not None:
             vote_vector.close(self.layers_slot)
+
+
+class OfferVote:
+    """The answer to an offer of a prompt to a successor, which the first rank makes for all ranks.
+
+    The value is 0 until that rank has the answer; the others abstain.
+    """
+
+    __slots__ = ("is_over", "number", "op", "slot")
+
+    def __init__(self, number: int, vote_vector: VoteVector, command: OperationCommand) -> None:
+        self.number = number
+        self.op = command.op
+        self.slot = vote_vector.open(self)
+        self.is_over = False
+        """Whether the answer is known on all ranks: the item is closed then."""
+
+    def receive(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
+        """Take the outcome on this rank; only the first one counts."""
+        if vote_vector.value(self.slot):
+            return
+        if rank:
+            vote_vector.set(self.slot, ABSTAINS)
+            return
+        counts, refuses = 0, False
+        if isinstance(event, events.PromptHanded):
+            there, brought = (min(max(count, 0), WRITTEN_MAX) for count in (event.there, event.brought))
+            counts, refuses = there << WRITTEN_BITS | brought, event.refuses
+        vote_vector.set(self.slot, (counts << 2 | refuses << 1 | has_failed(event)) + 1)
+
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
+        """See `VoteItem`."""
+        value = vote_vector.agreed(self.slot)
+        if not value:
+            return []
+        self.is_over = True
+        # If all abstain, the rank that offers is lost, and this one votes alone.
+        counts, flags = divmod(value - 1, 4) if value != ABSTAINS else (0, 3)
+        return [
+            events.PromptHanded(
+                at_s=at_s,
+                op=self.op,
+                there=counts >> WRITTEN_BITS,
+                brought=counts & WRITTEN_MAX,
+                error=NOT_TAKEN if flags & 1 else "",
+                refuses=bool(flags & 2),
+            )
+        ]
+
+    def close(self, vote_vector: VoteVector) -> None:
+        """See `VoteItem`."""
+        vote_vector.close(self.slot)
 
 
 class RequestVote:

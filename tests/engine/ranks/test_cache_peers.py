@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from benchmarks.ports import free_port
 from tests.support.inside import core_of, runtime_of
 from tests.support.neighbours import PATIENT, Gate, sharing
 from tests.support.waits import LIMIT_S, expected, until
@@ -20,13 +21,16 @@ from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
+    DrainOutcome,
     EngineConfig,
     HostPool,
     InvalidConfig,
+    InvalidRequest,
     KVLayout,
     LoopbackNetwork,
     NixlTransport,
     RankGroup,
+    RankLost,
     StorageOptions,
 )
 from tidekv.backends.keys.chain import pack_tokens
@@ -298,12 +302,112 @@ async def test_a_peer_for_another_number_of_ranks_is_refused_before_anything_is_
                 await member.engine.restore(request)
 
 
+def drained(outcome: DrainOutcome) -> tuple[int, int, int, int]:
+    return outcome.handed, outcome.present, outcome.left, outcome.failed
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_each_rank_of_a_successor_reads_what_the_rank_at_its_place_had(world, workers, ranks: int) -> None:
+    # A share of which a prompt needs many: that of the first rank is that of all, and it drains.
+    options = sharing(allow=("peers-0:*", "peers-1:*"), read_share=0.05, host_share=0.05)
+    async with workers(ranks, ranks, options=options) as (old, new):
+        prompts = [world.PROMPT, list(range(500, 542))]
+        for prompt in prompts:
+            await old.warm(prompt)
+        with pytest.raises(InvalidRequest, match="on rank 0 only"):
+            await old.members[1].engine.drain(to=new.address)
+        assert drained(await old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S)) == (20, 0, 0, 0)
+        for worker, name in ((old, "pages_handed"), (new, "pages_taken")):
+            await worker.settle()
+            assert [worker.core(rank)[name] for rank in range(ranks)] == [20] * ranks
+            assert [worker.core(rank)["host_protected"] for rank in range(ranks)] == [0] * ranks
+        for prompt in prompts:
+            assert await new.serve(prompt) == {**FROM_PREFILL, "l2": 40, "transfer": 2}
+
+
+async def test_ranks_drain_to_one_address_again_and_find_what_is_there(world, workers) -> None:
+    async with workers(2, 2, options=sharing(allow=("peers-0:7100-7101",))) as (old, _):
+        await old.warm(world.PROMPT)
+        for found in ((10, 0, 0, 0), (0, 10, 0, 0)):
+            assert drained(await old.members[0].engine.drain(to="peers-1:7100", hand_s=LIMIT_S)) == found
+
+
+async def test_what_a_rank_has_damaged_no_rank_of_the_successor_gets(world, workers) -> None:
+    async with workers(2, 2, options=sharing(allow=("peers-0:*",)), page_checksums=True) as (old, new):
+        await old.warm(world.PROMPT)
+        (pages,) = (node.host for node in core_of(old.members[1].engine).state.index.nodes() if node.host is not None)
+        old.members[1].host.array[pages[6], 77] ^= 16
+        assert drained(await old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S))[0] == 6
+        await new.settle()
+        assert [new.core(rank)["pages_taken"] for rank in range(2)] == [6, 6]
+        assert await new.serve(world.PROMPT) == {**FROM_PREFILL, "l2": 24, "transfer": 18}
+
+
+@pytest.mark.parametrize(
+    ("counts", "allow", "said"),
+    [
+        ((2, 2), "peers-0:7100", "peers-0:7101 is not in its cache_peers.allow"),
+        ((2, 3), "peers-0:*", "ranks of workers that share host memory"),
+        ((2, 1), "peers-0:*", "ranks of workers that share host memory"),
+    ],
+)
+async def test_a_successor_that_cannot_take_for_all_ranks_refuses_by_name(
+    world, workers, counts: tuple[int, int], allow: str, said: str
+) -> None:
+    async with workers(*counts, options=sharing(allow=(allow,))) as (old, _):
+        await old.warm(world.PROMPT)
+        outcome = await old.members[0].engine.drain(to="peers-1:7100", hand_s=LIMIT_S)
+        assert drained(outcome) == (0, 0, 10, 10) and said in outcome.cause
+        await old.settle()
+
+
+async def test_a_successor_that_loses_a_rank_costs_an_answer_and_takes_once_it_is_whole(
+    world, workers, network: LoopbackNetwork
+) -> None:
+    async with workers(2, 2, options=sharing(allow=("peers-0:*",))) as (old, new):
+        await old.warm(world.PROMPT)
+        gate = hold(network, old.members[1])
+        draining = asyncio.ensure_future(old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S))
+        async with expected("a write to the successor"):
+            await gate.reached.wait()
+        ranks = runtime_of(new.members[1].engine).ranks
+        assert ranks is not None
+        ranks._channel._peers[0].close()
+        outcome = await draining
+        assert drained(outcome) == (0, 0, 10, 10) and outcome.cause == "it has lost a rank"
+        gate.opened.set()
+        await asyncio.gather(*(member.engine.wait_formed() for member in new.members))
+        assert drained(await old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S)) == (10, 0, 0, 0)
+
+
+async def test_a_worker_that_loses_a_rank_as_it_drains_says_so_and_gives_all_pages_back(
+    world, workers, network: LoopbackNetwork
+) -> None:
+    async with workers(2, 2, options=sharing(allow=("peers-0:*",))) as (old, new):
+        await old.warm(world.PROMPT)
+        gate = hold(network, old.members[1])
+        draining = asyncio.ensure_future(old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S))
+        async with expected("a write to the successor"):
+            await gate.reached.wait()
+        ranks = runtime_of(old.members[1].engine).ranks
+        assert ranks is not None
+        ranks._channel._peers[0].close()
+        with pytest.raises(RankLost):
+            await draining
+        gate.opened.set()
+        await asyncio.gather(*(member.engine.wait_formed() for member in old.members))
+        for worker in (old, new):
+            await worker.settle()
+
+
 @pytest.mark.nixl
-async def test_ranks_that_are_lent_pages_read_from_ranks_over_nixl(world) -> None:
+@pytest.mark.parametrize("drains", [False, True])
+async def test_ranks_that_are_lent_pages_read_from_ranks_over_nixl(world, drains: bool) -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=world.PAGE_SIZE)
     tokens, pages = world.PROMPT[:40], list(range(10))
     digests = prompt_digests(pack_tokens(tokens), world.PAGE_SIZE)
     workers: list[list[DecodeEngine]] = []
+    ports = [free_port(2), free_port(2)]
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
         for number in range(2):
             address, members = world.free_address(), []
@@ -313,7 +417,7 @@ async def test_ranks_that_are_lent_pages_read_from_ranks_over_nixl(world) -> Non
                         device="lent",
                         storage=StorageOptions(prefetch="timeout", prefetch_threshold_tokens=1),
                         peer=PATIENT,
-                        cache_peers=sharing(listen="127.0.0.1:0"),
+                        cache_peers=sharing(listen=f"127.0.0.1:{ports[number] + rank}", allow=("127.0.0.1:*",)),
                     ),
                     device=DevicePool.allocate(layout, 16),
                     host=HostPool.allocate(layout, 64),
@@ -332,9 +436,13 @@ async def test_ranks_that_are_lent_pages_read_from_ranks_over_nixl(world) -> Non
         offered = await asyncio.gather(*(engine.offer(tokens, pages) for engine in first))
         assert [one.written for one in offered] == [10, 10]
         peer = ",".join(str(engine.peer_address) for engine in first)
-        request = DecodeRequest(request_id="r", tokens=tokens, prefill=(), peers=[peer])
+        request = DecodeRequest(request_id="r", tokens=tokens, prefill=(), peers=() if drains else [peer])
+        if drains:
+            successor = ",".join(str(engine.peer_address) for engine in second)
+            assert drained(await first[0].drain(to=successor, hand_s=LIMIT_S)) == (10, 0, 0, 0)
         restored = await asyncio.gather(*(engine.restore_into(request, pages) for engine in second))
-        assert [dict(one.sources)["peer"] for one in restored] == [40, 40]
+        source = "l2" if drains else "peer"
+        assert [dict(one.sources)[source] for one in restored] == [40, 40]
         for rank, engine in enumerate(second):
             assert SyntheticKV(engine.device).verify(pages, digests[rank:] + digests[:rank]) == []
 

@@ -7,7 +7,7 @@ import pytest
 from tidekv.states import commands, events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.ranks.room_votes import FAILED, RoomVote
-from tidekv.states.ranks.vote_items import OperationVote
+from tidekv.states.ranks.vote_items import NOT_TAKEN, OfferVote, OperationVote
 from tidekv.states.ranks.votes import VoteVector
 from tidekv.states.types import page_ids
 
@@ -261,6 +261,48 @@ def test_a_copy_has_the_fewest_intact_pages_of_all_ranks() -> None:
     assert items[0].decide(vote_vectors[0], 2.0) == [
         events.CopyEnded(at_s=2.0, op=5, error="failed on rank 3", intact=3)
     ]
+
+
+OFFER = commands.HandPrompt(op=5, peer="a:1", page_count=9, heat=(0, 0, 0, 0), timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "agreed"),
+    [
+        ({"there": 7, "brought": 3}, {"there": 7, "brought": 3}),
+        ({"there": 7, "brought": 3, "error": "full", "refuses": True}, {"there": 7, "brought": 3, "refuses": True}),
+        ({"there": -99, "brought": 1 << 30, "error": "?"}, {"there": 0, "brought": (1 << 20) - 1}),
+        (None, {"there": 0, "brought": 0}),
+    ],
+)
+def test_the_answer_to_the_first_rank_is_that_of_all(
+    answer: dict[str, object] | None, agreed: dict[str, object]
+) -> None:
+    vote_vectors = [VoteVector() for _ in range(3)]
+    items = [OfferVote(1, vote_vector, OFFER) for vote_vector in vote_vectors]
+    others = events.PromptHanded(at_s=1.0, op=5, there=0, brought=0, error="not offered here")
+    first = events.CommandRaised(at_s=1.0, op=5, detail="injected")
+    events_of = [first if answer is None else events.PromptHanded(at_s=1.0, op=5, **answer), others, others]
+    error = {} if answer is not None and "error" not in answer else {"error": NOT_TAKEN}
+    # Whichever rank knows its outcome first: the others' say nothing.
+    for rank in (1, 2, 0):
+        items[rank].receive(vote_vectors[rank], rank, events_of[rank])
+        cast = [vote_vector.cast(len(vote_vector)) for vote_vector in vote_vectors]
+        for number, vote_vector in enumerate(vote_vectors):
+            vote_vector.take([min(values) for values in zip(*cast, strict=True)])
+            expected = [] if rank else [events.PromptHanded(at_s=2.0, op=5, **agreed, **error)]
+            assert items[number].decide(vote_vector, 2.0) == expected
+    items[0].close(vote_vectors[0])
+    assert vote_vectors[0].taken == 0
+
+
+def test_without_the_first_rank_an_offer_has_ended_and_none_follows() -> None:
+    vote_vector = VoteVector()
+    item = OfferVote(1, vote_vector, OFFER)
+    item.receive(vote_vector, 1, events.PromptHanded(at_s=1.0, op=5, there=0, brought=0, error="not offered here"))
+    vote_vector.take(vote_vector.cast(len(vote_vector)))
+    (ended,) = item.decide(vote_vector, 2.0)
+    assert ended == events.PromptHanded(at_s=2.0, op=5, there=0, brought=0, error=NOT_TAKEN, refuses=True)
 
 
 def test_a_left_room_waits_for_the_last_of_its_writers() -> None:
