@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any  # Parsed YAML has no types.
@@ -23,9 +24,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.manifest_schemas import schema_errors
+from tidekv import CachePeerOptions
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import gather
-from tidekv.engine.decode.status_server import StoreAllRequest
+from tidekv.engine.decode.status_server import HandOverRequest, StoreAllRequest
 from tidekv.engine.integrations.sglang.handover.settings import BACKEND, VARIABLE, read_settings
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.transports.control.addresses import Dials
@@ -218,9 +220,9 @@ def test_a_server_leaves_in_order_and_has_no_more_rights_than_it_needs(engine: s
     (container,) = spec["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     command = " ".join(container["lifecycle"]["preStop"]["exec"]["command"])
-    waits_s = [int(seconds) for seconds in re.findall(r"(?:sleep |timeout=)(\d+)", command)]
+    (wait_s,) = re.findall(r"sleep[ (](\d+)", command)
     # The rest is for the requests that are live then.
-    assert 0 < sum(waits_s) < 0.6 * spec["terminationGracePeriodSeconds"]
+    assert 0 < int(wait_s) < 0.5 * spec["terminationGracePeriodSeconds"]
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -229,35 +231,78 @@ def test_a_server_leaves_in_order_and_has_no_more_rights_than_it_needs(engine: s
     assert template["metadata"]["labels"] == {"app": "tidekv", "llm-d.ai/role": name, "llm-d.ai/engine-type": engine}
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_decode_server_stores_what_its_host_memory_has_before_it_is_stopped(engine: str) -> None:
-    (container,) = servers(engine)["decode"]["spec"]["containers"]
-    if engine == "vllm":
-        transfer = json.loads(value_of(container, "--kv-transfer-config"))
-        status = transfer["kv_connector_extra_config"]["handover"]["engine"]["status"]
-    else:
-        (text,) = (each["value"] for each in container["env"] if each["name"] == VARIABLE)
-        status = json.loads(text)["engine"]["status"]
-    asked: list[tuple[str, bytes]] = []
+@contextmanager
+def status_server(left: dict[str, int]) -> Iterator[tuple[str, list[tuple[str, HandOverRequest | StoreAllRequest]]]]:
+    """The address of a status server, and what it is asked. `left`: pages that a worker at an address does not take, of
+    workers that do not refuse.
+    """
+    asked: list[tuple[str, HandOverRequest | StoreAllRequest]] = []
 
     class Status(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
+            body = self.rfile.read(int(self.headers["content-length"]))
+            kind = HandOverRequest if self.path == "/hand_over" else StoreAllRequest
+            request = msgspec.json.decode(body, type=kind)
+            asked.append((self.path, request))
+            to = getattr(request, "to", None)
+            self.send_response(200 if to is None or to in left else 400)
             self.end_headers()
+            self.wfile.write(json.dumps({"left": left.get(str(to), 0)}).encode())
 
-    shell, flag, command = container["lifecycle"]["preStop"]["exec"]["command"]
     with HTTPServer(("127.0.0.1", 0), Status) as server:
-        server.timeout = 60
-        serving = threading.Thread(target=server.handle_request)
+        serving = threading.Thread(target=server.serve_forever)
         serving.start()
-        address = f"127.0.0.1:{server.server_address[1]}"
-        at_once = re.sub(r"sleep \d+; ", "", command).replace(status["listen"], address)
-        subprocess.run([shell, flag, at_once], check=True, timeout=60)
-        serving.join()
-    ((path, body),) = asked
-    within_s = msgspec.json.decode(body, type=StoreAllRequest).within_s
-    assert path == "/store" and within_s < int(re.findall(r"timeout=(\d+)", command)[0])
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@pytest.mark.parametrize(
+    ("pod", "there", "left", "asked"),
+    [
+        # An update: the next pod is new, and takes all of it.
+        (1, (0, 1, 2), {2: 0}, ["/hand_over 2"]),
+        (0, (0, 1), {1: 0}, ["/hand_over 1"]),
+        # The last pod has the first one for it, which keeps what it uses more.
+        (2, (0, 1, 2), {0: 5}, ["/hand_over 0", "/store"]),
+        # The next one refuses, or has gone.
+        (1, (0, 1, 2), {0: 0}, ["/hand_over 2", "/hand_over 0"]),
+        (1, (0, 1, 2), {2: 9, 0: 0}, ["/hand_over 2", "/hand_over 0"]),
+        (1, (0, 1, 2), {}, ["/hand_over 2", "/hand_over 0", "/store"]),
+        (0, (0,), {}, ["/store"]),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_decode_server_hands_its_host_memory_over_before_it_is_stopped_or_stores_it(
+    engine: str, pod: int, there: tuple[int, ...], left: dict[int, int], asked: list[str]
+) -> None:
+    template = servers(engine)["decode"]["spec"]
+    (container,) = template["containers"]
+    variables = {each["name"]: each.get("value", "") for each in container["env"]}
+    if engine == "vllm":
+        transfer = json.loads(value_of(container, "--kv-transfer-config"))
+        options = transfer["kv_connector_extra_config"]["handover"]["engine"]
+    else:
+        options = json.loads(variables[VARIABLE].replace("$(POD_IP)", "10.1.2.3"))["engine"]
+    peers, grace_s = msgspec.convert(options["cache_peers"], CachePeerOptions), int(variables["GRACE_S"])
+    assert grace_s == template["terminationGracePeriodSeconds"]
+    addresses = {f"{engine}-decode-{number}.{engine}-decode": f"10.1.2.{number}" for number in there}
+    assert peers.listen == "10.1.2.3:7100" and Dials.parse(peers.allow).allows("10.1.2.3:7100")
+    python, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    resolved = f"import socket\ndef gethostbyname(name, found={addresses}):\n    if name in found:\n"
+    resolved += "        return found[name]\n    raise socket.gaierror(name)\nsocket.gethostbyname = gethostbyname\n"
+    with status_server({f"10.1.2.{number}:7100": pages for number, pages in left.items()}) as (address, found):
+        at_once = resolved + script.replace("time.sleep(15)", "pass").replace(options["status"]["listen"], address)
+        environment = {**os.environ, "POD_NAME": f"{engine}-decode-{pod}", "GRACE_S": str(grace_s)}
+        assert python == "python3"
+        subprocess.run([sys.executable, flag, at_once], check=True, timeout=60, env=environment)
+    places = [path if path == "/store" else f"{path} {request.to[7:-5]}" for path, request in found]
+    assert places == asked
+    # Each has a part of the time that is left, and what comes last has all of it.
+    for path, request in found:
+        assert 0 < request.within_s <= grace_s / (2 if path == "/store" else 4)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -273,7 +318,7 @@ def test_what_routers_and_monitors_reach_is_open_to_them_and_nothing_else(engine
         each["containerPort"]
         for template in servers(engine).values()
         for each in template["spec"]["containers"][0]["ports"]
-        if each["name"] != "control"
+        if each["name"] not in ("control", "peers")
     }
     assert opened == named
     assert {each["number"] for each in pool["targetPorts"]} <= opened
