@@ -492,7 +492,9 @@ class PrefillThread:
             pass  # The peer is being closed, which the cause reports.
         finally:
             # Why the last room failed is what helps; that no other one came, or a stop, follows from it.
-            cause = "; then ".join(filter(None, (cause, handed.stopped or end)))
+            # What a stop has failed is named by it.
+            end = handed.stopped or end
+            cause = cause if cause == PrefillCause.FAILED.words(end) else "; then ".join(filter(None, (cause, end)))
             self._forget(handed)
             with self._has_ended:
                 self._ended.append(HandedOver(handed.request_id, outcome, cause, handed.bytes_sent))
@@ -508,7 +510,7 @@ class PrefillThread:
                 while True:
                     with suppress(TransferFailed):
                         room = await self._peer.room(*key)
-                        room.fail(PrefillCause.FAILED.words(cause))
+                        room.fail(cause if PrefillCause.parse(cause) else PrefillCause.FAILED.words(cause))
         except (TimeoutError, EngineClosed):
             pass
         finally:

@@ -247,6 +247,23 @@ def test_a_stop_does_not_hide_why_the_last_room_failed(pair: Pair) -> None:
     assert re.fullmatch(r"prefill raised: pages 99 to 99 .*; then enough", pair.ended().cause)
 
 
+def test_a_stop_that_fails_a_room_is_named_once_at_both_ends(pair: Pair) -> None:
+    pair.prefill.open("r", prompt_digest(PROMPT))
+    pair.send(0, 6)
+    pair.submit()
+    while pair.prefill.unclaimed():
+        time.sleep(0.002)  # The limit of the test ends it.
+    pair.prefill.stop("r", "enough")
+    assert pair.ended().cause == "prefill failed: enough"
+    # So it is to what asks later.
+    for again in (True, False):
+        (outcome,) = pair.outcomes()
+        assert isinstance(outcome, Failed)
+        assert str(outcome.error).count("enough") == str(outcome.error).count("prefill failed") == 1
+        if again:
+            pair.submit()
+
+
 def test_two_prompts_under_one_id_get_their_own_pages(pair: Pair) -> None:
     """Two requests of a router that numbers them by decode worker, here at one worker, one after the other."""
     other = [token + 1000 for token in PROMPT]
