@@ -137,7 +137,9 @@ class HintCalls:
     def __init__(self, runtime: Runtime, arrivals: Arrivals) -> None:
         self._runtime = runtime
         self._arrivals = arrivals
-        ranks = 1 if runtime.rank_group is None else runtime.rank_group.ranks
+        group = runtime.rank_group
+        ranks = 1 if group is None else group.ranks
+        self._is_first = group is None or not group.rank
         peers = runtime.config.cache_peers
         self._fetched_from = Dials.parse(one for rank in range(ranks) for one in peers.dials_of(rank, ranks))
         self.sessions = Sessions()
@@ -145,7 +147,8 @@ class HintCalls:
         """Actions by type and outcome; unknown types count as "other"."""
 
     async def take(self, envelope: object, *, peers: HintedPeers | None = None) -> list[HintOutcome]:
-        """Act on each action in order. `peers`, with the hints of a request, gets those that they name for it.
+        """Act on each action in order. `peers`, with the hints of a request, gets those that they name for it; of its
+        other actions the first rank takes care for all.
 
         Raises InvalidRequest for what is no envelope.
         """
@@ -153,17 +156,20 @@ class HintCalls:
             read = msgspec.convert(msgspec.to_builtins(envelope), HintEnvelope)
         except (msgspec.ValidationError, TypeError, RecursionError) as error:
             raise InvalidRequest(f"this is no envelope of KV hints: {error}") from None
+        actions = read.actions
+        if peers is not None and not self._is_first:
+            actions = [action for action in actions if action.action_type == FETCH]
         if read.protocol_version not in VERSIONS:
             outcomes = [
                 HintOutcome(each.action_id, "rejected", cause=f"protocol {short(read.protocol_version)}")
-                for each in read.actions
+                for each in actions
             ]
         else:
             outcomes = [
                 self._name_peer(action, peers) if action.action_type == FETCH else await self._act(action)
-                for action in read.actions
+                for action in actions
             ]
-        for action, outcome in zip(read.actions, outcomes, strict=True):
+        for action, outcome in zip(actions, outcomes, strict=True):
             kind = action.action_type if action.action_type in ACTIONS or action.action_type == FETCH else "other"
             self.counts[kind, outcome.outcome] += 1
         return outcomes

@@ -159,6 +159,31 @@ async def test_hints_name_a_peer_by_its_first_rank_and_all_its_ports_are_allowed
         await world.finish_all(second.members, readies, [])
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_hints_of_a_request_are_acted_on_by_the_first_rank_and_name_the_peer_on_all(
+    world, workers, is_last: bool
+) -> None:
+    def action(kind: str, **payload: object) -> dict[str, object]:
+        return {"action_id": kind, "action_type": kind, "action_version": "1.0", "payload": payload}
+
+    async with workers(2, 2, options=sharing(allow=("peers-0:7100-7101",))) as (first, second):
+        await first.warm(world.PROMPT)
+        for worker in (first, second):
+            actions = [
+                action("kv.pin", token_ids=world.PROMPT, tier="host", ttl_ms=60_000),
+                action("kv.fetch", source_control_endpoint="tcp://peers-0:7100"),
+            ]
+            hint = {
+                "protocol_version": "0.1",
+                "message_id": "m",
+                "actions": actions if is_last else actions[::-1],
+            }
+            readies = await world.restore_all(worker.members, f"{worker.name}-hinted", world.PROMPT, kv_hints=hint)
+            await world.finish_all(worker.members, readies, [])
+        assert [sum(member.engine._hints.counts.values()) for member in second.members] == [2, 1]
+        assert [dict(member.engine._hints.counts) for member in second.members][1] == {("kv.fetch", "accepted"): 1}
+
+
 async def test_a_hint_names_no_address_for_another_rank_that_is_not_allowed(world, workers) -> None:
     async with workers(2, 2, options=sharing(allow=("peers-0:*",))) as (first, second):
         await first.warm(world.PROMPT)
