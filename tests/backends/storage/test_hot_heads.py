@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from tests.support.configs import engine_config
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -67,7 +68,8 @@ async def decode_on(storage: Any) -> AsyncIterator[DecodeEngine]:
             on_room=SyntheticPrefill(pool, chunk_pages=8).serve,
         ),
         DecodeEngine(
-            engine_config(prefetch="wait_complete", prefetch_threshold_tokens=0),
+            # On a busy machine the files may take longer to close than the engine would wait.
+            engine_config(prefetch="wait_complete", prefetch_threshold_tokens=0, close_deadline_s=LIMIT_S),
             device=DevicePool.allocate(LAYOUT, 64),
             host=HostPool.allocate(LAYOUT, 64),
             storage=storage,
