@@ -40,6 +40,8 @@ def test_runs_with_other_workers_have_every_kind_of_their_faults_and_no_violatio
 def test_several_ranks_have_other_workers_of_as_many_and_all_kinds_of_their_faults() -> None:
     counted, struck = Counter[str](), Counter[str]()
     rates = {**dict.fromkeys(OF_NEIGHBOURS, 0.1), "rank_lags": 0.1, "rank_dies": 0.01, "host_page_is_flipped": 0.02}
+    # Few offers get as far.
+    rates["neighbour_takes_nothing"] = 0.3
     for seed in range(1, 7):
         report = simulate(seed, 60, rates, ranks=2 + seed % 2, neighbours=True, lends=seed % 4 == 0)
         counted.update(report.counters)
