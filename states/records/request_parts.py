@@ -57,7 +57,7 @@ class Admission:
         self.charged = 0
         """Pages that its prefill is charged with, from the grant until READY."""
         self.retry_at_s = 0.0
-        """When it may leave the queue again, after its prefill was late."""
+        """When it may leave the queue again, after its prefill was late, or host memory had no room for it."""
         self.has_asked = False
         """Whether storage was asked since the request last entered the queue."""
         self.has_spared_storage = False
@@ -490,7 +490,7 @@ class Attempts:
 class Sources:
     """Where the pages of a prompt came from, and which pages of storage and of peers were left there."""
 
-    __slots__ = ("declined", "pages", "peer_declined")
+    __slots__ = ("declined", "has_room_later", "pages", "peer_declined")
 
     def __init__(self) -> None:
         self.pages: dict[str, int] = {}
@@ -500,6 +500,8 @@ class Sources:
         """
         self.peer_declined: tuple[str, int, str] = ("", 0, "")
         """Key of `PEER_DECLINED`, the number of pages that no tier has and no peer is asked for, and the peers."""
+        self.has_room_later = False
+        """Whether operations under way may free host memory, which had no room for pages of storage."""
         self.forget()
 
     def forget(self) -> None:
@@ -507,6 +509,7 @@ class Sources:
         self.pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
         self.declined = ("", 0)
         self.peer_declined = ("", 0, "")
+        self.has_room_later = False
 
     def note(self, source: str, count: int) -> None:
         """Note that `count` pages are in place, from this source."""
@@ -520,6 +523,11 @@ class Sources:
     def decline(self, cause: str, count: int) -> None:
         """Note that `count` pages of storage, or of host memory, are not loaded."""
         self.declined = (cause, count)
+
+    def decline_for_room(self, count: int, *, has_room_later: bool) -> None:
+        """Note that host memory has no room for `count` pages of storage."""
+        self.decline("no_host_page", count)
+        self.has_room_later = has_room_later
 
     def decline_peer(self, cause: str, count: int, peers: str) -> None:
         """Note that `count` pages are not asked of a peer."""

@@ -4,14 +4,18 @@ An early end is no failure. The embedder gets its pages back with what is in pla
 
 A request that names no prefill ends when its tiers and peers have brought what they have. If host memory had no room
 for all of that, it returns to the queue first, once for each part that comes: a prompt may be longer than host memory.
+If nothing came, it asks again after a pause, as long as operations of others may free host memory.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tidekv.states.events import NOBODY
 from tidekv.states.request.guards_and_actions import is_in_place
+
+ROOM_PAUSE_S: Final = 0.05
+"""Time after which a request asks again for room in host memory."""
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
@@ -49,7 +53,12 @@ def has_more_in_tiers(request: Request, event: Progressed) -> bool:
     if request.lent is None or not has_all_of_tiers(request, event):
         return False
     had_no_room = "no_host_page" in (request.sources.declined[0], request.sources.peer_declined[0])
-    return had_no_room and request.lent.full.restored > request.held.matched
+    return had_no_room and (_has_progressed(request) or request.sources.has_room_later)
+
+
+def _has_progressed(request: Request) -> bool:
+    """Whether its plan has brought pages into the lent ones."""
+    return request.lent is not None and request.lent.full.restored > request.held.matched
 
 
 class LentEnds:
@@ -70,6 +79,9 @@ class LentEnds:
     def ask_tiers_again(self, request: Request, event: Progressed) -> None:
         """Return to the queue with what is in place; the next plan goes on from there."""
         assert request.attempts.refusal is not None
+        if not _has_progressed(request):
+            request.admission.pause(self._state.now_s + ROOM_PAUSE_S)
+            self._state.set_deadline(request, request.admission.retry_at_s)
         self._restore.leave(request, settled=request.attempts.refusal[1].settled)
         self._actions.requeue(request)
 

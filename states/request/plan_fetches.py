@@ -270,7 +270,10 @@ class PlanFetches:
                 state.count("l3_declined_pages", found_to - plan.end)
                 # Add the pages that a limit has declined before: the reason is stored once, for all of them.
                 missing = found_to - plan.end + request.sources.declined[1]
-                request.sources.decline("in_the_way" if pages else "no_host_page", missing)
+                if pages:
+                    request.sources.decline("in_the_way", missing)
+                else:
+                    request.sources.decline_for_room(missing, has_room_later=bool(state.operations))
                 return
             keys = request.keys[plan.end * width : (plan.end + pages) * width]
             load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)

@@ -164,6 +164,17 @@ async def test_without_a_prefill_a_prompt_longer_than_host_memory_is_restored_in
         assert (longer.is_complete, longer.restored_tokens) == (False, 80)
 
 
+async def test_without_a_prefill_prompts_wait_while_others_use_all_host_memory(make_pair) -> None:
+    storage, host_pages = await kept_in_storage(make_pair), 3
+    async with make_pair(device="lent", storage=storage, host_pages=host_pages) as pair:
+        requests = [dataclasses.replace(pair.request(f"r{at}", LONG), prefill=()) for at in range(3)]
+        calls = [pair.engine.restore_into(each, range(20 * at, 20 * at + 20)) for at, each in enumerate(requests)]
+        for at, restored in enumerate(await asyncio.gather(*calls)):
+            assert restored.is_complete, restored
+            assert wrong(pair, LONG, list(range(20 * at, 20 * at + 20)), 80) == []
+        await pair.assert_nothing_held()
+
+
 async def test_only_lent_pages_are_restored_without_a_prefill(make_pair) -> None:
     async with make_pair() as pair:
         with pytest.raises(InvalidRequest, match="prefill names no address; only restore_into"):
