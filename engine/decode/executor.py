@@ -387,6 +387,7 @@ class Executor:
         """Return the text of an outcome for an exception."""
         # An engine's own failures have a message; anything else is a defect, so its traceback is kept.
         if isinstance(raised, TidekvError):
+            self._log.of_command(command).warning("a command failed", cause=str(raised))
             return str(raised)
         self.raised += 1
         self._log.of_command(command).error("a command raised", exc_info=raised)
