@@ -18,6 +18,7 @@ from tests.support.sglang_contract import PAGE, HookRegistry, InsertParams, KVPo
 from tests.support.sglang_servers import Servers
 from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.sglang.handover.plugin import register
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
 
 pytestmark = pytest.mark.nixl
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -301,6 +302,26 @@ def test_pages_of_an_aborted_request_are_back_when_sglang_has_aborted_it(start: 
     # SGLang may flush now.
     servers.prefill.scheduler.tree_cache.reset()
     assert reader(servers).balance()["host"].cached == 0
+
+
+def test_a_defect_in_a_read_costs_pages_and_does_not_end_the_server(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception that reaches SGLang's scheduler ends it. Whether anything writes to the pages is not known."""
+
+    async def raise_it(*args: object, **named: object) -> int:
+        raise RuntimeError("by a test")
+
+    servers = start()
+    converse(servers)
+    before = settled(servers)
+    servers.ask(TURN, OURS, 12)
+    monkeypatch.setattr(PrefillPeer, "read_prefix", raise_it)
+    req = servers.bootstrap(TURN, 12)
+    assert req.disagg_kv_sender.poll() == KVPoll.WaitingForInput, "it is computed"
+    req.disagg_kv_sender.clear()
+    assert sum(settled(servers)) == sum(before) - KEPT
+    assert "by a test" in caplog.text
 
 
 def test_what_both_servers_have_in_storage_is_read_from_there(start: Start, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.prefill_thread import PrefillThread, PrefixRead
-from tidekv.states.errors import EngineClosed, TidekvError
+from tidekv.states.errors import InvalidRequest, TidekvError
 
 LOG = engine_log("tidekv.sglang")
 
@@ -112,14 +112,15 @@ class PrefixReads:
     def _take(self, reading: Reading, read: PrefixRead) -> None:
         try:
             tokens = read.tokens
-        except EngineClosed as error:
-            self._abandon(reading, error)
-            return
-        except TidekvError as error:
+        except InvalidRequest as error:
             LOG.warning("what decode has is not read", request_id=reading.name, cause=str(error))
             tokens = reading.have_tokens
+        except Exception as error:
+            # The reader has ended, or has a defect: something may still write to the pages.
+            self._abandon(reading, error)
+            return
         reading.place.keep(tokens)
 
-    def _abandon(self, reading: Reading, error: TidekvError) -> None:
+    def _abandon(self, reading: Reading, error: Exception) -> None:
         LOG.error("pages are lost until the next start: a read of them did not end", cause=str(error))
         reading.place.abandon()
