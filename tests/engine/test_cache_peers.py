@@ -20,7 +20,9 @@ from tidekv import (
     JournalOptions,
     Replayer,
 )
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import HintedPeers
+from tidekv.states import events
 
 FROM_PEER = {"l1": 0, "l2": 0, "l3": 0, "transfer": 2, "peer": 40}
 FROM_PREFILL = {"l1": 0, "l2": 0, "l3": 0, "transfer": 42}
@@ -383,6 +385,47 @@ async def test_more_reads_than_may_be_are_refused() -> None:
         assert await third.serve(PROMPT, [first.address]) == FROM_PREFILL
         gate.opened.set()
         assert await serving == FROM_PEER
+
+
+async def test_a_write_that_raises_gives_up_the_pages_that_were_held_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def raise_it(*args: object, **named: object) -> None:
+        raise RuntimeError("by a test")
+
+    async with neighbours() as all_of:
+        first, second = all_of.workers
+        await warm(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime_of(first.engine).peers, "_write", raise_it)
+            assert await second.serve(PROMPT, [first.address]) == FROM_PREFILL
+        await first.engine.wait_settled()
+        assert core_of(first.engine).hints.shares == {}
+        assert first.core()["host_protected"] == 0
+        assert "a read by a peer raised" in caplog.text
+
+
+async def test_pages_that_are_held_for_a_read_that_is_gone_are_given_up() -> None:
+    """As when a rank is lost while the core decides what the peer gets."""
+    async with neighbours() as all_of:
+        (first, _) = all_of.workers
+        await warm(first)
+        runtime = runtime_of(first.engine)
+        answered = runtime.calls.expect_hint(-7)
+        runtime.front.post(
+            events.ShareRequested(
+                at_s=runtime.front.clock(),
+                call=-7,
+                read="gone",
+                namespace="",
+                keys=runtime.prompt_keys.page_keys.of(pack_tokens(PROMPT)),
+                pages_max=64,
+            )
+        )
+        assert (await answered).page_count == 10
+        await first.engine.wait_settled()
+        assert core_of(first.engine).hints.shares == {}
+        assert first.core()["host_protected"] == 0
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ class Talk(GatedNetwork):
             balance = engine.balance()["host"]
             assert balance.owned == balance.draining == balance.protected == 0
         assert self.prefill.wrong == []
+        assert self.peer._reader is not None and self.peer._reader._live == set()
 
 
 @contextlib.asynccontextmanager
