@@ -428,6 +428,15 @@ def test_another_prefill_computes_the_prompt_of_one_that_is_gone(
         servers.close()
 
 
+def test_a_row_of_another_length_fails_its_request_alone(servers: Servers) -> None:
+    servers.decode.kv_manager.decode._row_bytes += 1
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+    servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+    servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="no row of metadata of"):
+        asked.kv_receiver.failure_exception()
+
+
 def test_a_prefill_is_found_while_sglang_asks_how_its_request_is(
     monkeypatch: pytest.MonkeyPatch, plugged: None
 ) -> None:

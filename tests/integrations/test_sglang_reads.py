@@ -324,6 +324,24 @@ def test_a_defect_in_a_read_costs_pages_and_does_not_end_the_server(
     assert "by a test" in caplog.text
 
 
+def test_a_read_that_outlives_the_tree_gives_no_page_back_twice(start: Start) -> None:
+    servers = start()
+    converse(servers)
+    servers.ask(TURN, OURS, 12)
+    scheduler = servers.prefill.scheduler
+    tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    with held_read(servers, TURN, 12) as req:
+        # SGLang forgets its tree and all locks, and gives the pages to others.
+        for locks in (tree.locked, tree.locked_windows):
+            locks.clear()
+        tree.reset()
+        allocator.free_slots = []
+    servers.wait(lambda: req.disagg_kv_sender.poll() != KVPoll.Bootstrapping)
+    assert req.disagg_kv_sender.poll() == KVPoll.WaitingForInput
+    assert allocator.free_slots == [] and cached(servers) == []
+    req.disagg_kv_sender.clear()
+
+
 def test_what_both_servers_have_in_storage_is_read_from_there(start: Start, tmp_path: Path) -> None:
     servers = start(uri=f"file:{tmp_path}?capacity=100MB")
     converse(servers)

@@ -425,6 +425,19 @@ def test_prompts_that_nobody_asks_for_hold_a_share_of_the_blocks_at_most(start: 
     assert decode.invalid
 
 
+def test_a_prompt_that_is_being_computed_is_not_given_up_for_its_share(start: Start) -> None:
+    prefill = start("kv_producer", unclaimed_share=0.25)
+    prefill.add(to_prefill("p"), PLACES)
+    prefill.step({"p": 2 * BLOCK})
+    # One that has finished has the share alone.
+    assert prefill.add(to_prefill("q"), OTHERS) == 0
+    prefill.answer("q", chunk=100)
+    for _ in range(10):
+        prefill.step()
+    assert prefill.worker.connector_worker.prefills[0].thread.unclaimed() == ["p", "q"]
+    assert prefill.freed == []
+
+
 def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_prompt_that_nobody_asks_for(start: Start) -> None:
     prefill, decode = start("kv_producer", unclaimed_share=1.0), start("kv_consumer")
     prefilled(prefill, "p")
@@ -929,6 +942,10 @@ def test_a_client_does_not_choose_whom_decode_dials(start: Start, prefill: str) 
     assert decode.add(request, [1, 2, 3, 4, 5]) == 0
     assert decode.finish("d") == (False, None)
     # Neither a restore nor a decline: nothing is sent there.
+    assert decode.scheduler.connector_scheduler.decode.take_jobs().is_empty
+    # One that is aborted before vLLM has asked for it.
+    decode.scheduler.on_new_request(early := request_of("f", PROMPT, request.kv_transfer_params))
+    assert decode.scheduler.request_finished_all_groups(early, ([],)) == (False, None)
     assert decode.scheduler.connector_scheduler.decode.take_jobs().is_empty
     decode.add(request_of("e", PROMPT, request.kv_transfer_params), [1, 2, 3, 4, 5])
     decode.finish("e")
