@@ -36,3 +36,41 @@ def test_a_pin_whose_end_has_raised_ends_with_its_time(monkeypatch: pytest.Monke
     rig.wait_until(rig.now_s + 5.1)
     assert rig.core.hints.pinned_pages == 0
     rig.core.check()
+
+
+def test_a_prefix_that_goes_while_its_rest_is_prefetched_leaves_nothing_at_its_place() -> None:
+    rig = Rig()
+    rig.attach_storage()
+    rig.make_cached("past", b"ab")
+    rig.flush("l1")
+    assert hinted(rig, "prefetch") == ("accepted", 2)
+    fetch = rig.take(commands.FetchPages)
+    assert list(fetch.positions) == [2, 3]
+    rig.flush("l2")
+    rig.fetched(fetch)
+    # Pages behind another prefix are another prompt's.
+    assert rig.core.state.index.probe_prefix("", b"cd") == (0, 0)
+    rig.expect_nothing_held()
+
+
+def test_no_more_shares_than_so_many_are_held_at_once() -> None:
+    rig = Rig(peer_reads_max=2)
+    rig.make_cached("past", b"abcd")
+    for call in (-1, -2, -3):
+        rig.step(events.ShareRequested, call=call, read=str(call), namespace="", keys=b"abcd", pages_max=64)
+    assert [told.outcome for told in rig.take_all(commands.ReportHinted)] == ["accepted", "accepted", "rejected"]
+    for share in rig.take_all(commands.SharePages):
+        rig.copied(share)
+    rig.expect_nothing_held()
+
+
+def test_shares_together_hold_a_bounded_number_of_pages() -> None:
+    rig = Rig()
+    rig.make_cached("past", b"abcd")
+    for call in (-1, -2, -3):
+        rig.step(events.ShareRequested, call=call, read=str(call), namespace="", keys=b"abcd", pages_max=6)
+    told = rig.take_all(commands.ReportHinted)
+    assert [(each.outcome, each.page_count) for each in told] == [("accepted", 4), ("clipped", 2), ("rejected", 0)]
+    for share in rig.take_all(commands.SharePages):
+        rig.copied(share)
+    rig.expect_nothing_held()

@@ -219,6 +219,7 @@ def test_a_prefix_that_goes_while_its_end_is_read_costs_these_pages_only() -> No
     assert list(again.positions) == [0, 1, 2, 3]
     rig.fetched(again)
     assert outcome(rig)[:2] == ("accepted", 4)
+    assert in_host(rig, b"cd") == 0, "pages behind another prefix are another prompt's"
     rig.expect_nothing_held()
 
 
