@@ -23,6 +23,7 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import HintedPeers
 from tidekv.states import events
+from tidekv.states.errors import LocalProtocolError
 
 FROM_PEER = {"l1": 0, "l2": 0, "l3": 0, "transfer": 2, "peer": 40}
 FROM_PREFILL = {"l1": 0, "l2": 0, "l3": 0, "transfer": 42}
@@ -403,6 +404,22 @@ async def test_a_write_that_raises_gives_up_the_pages_that_were_held_for_it(
         assert core_of(first.engine).hints.shares == {}
         assert first.core()["host_protected"] == 0
         assert "a read by a peer raised" in caplog.text
+
+
+async def test_a_read_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_it(*args: object, **named: object) -> None:
+        raise LocalProtocolError("by a test")
+
+    async with neighbours() as all_of:
+        first, second = all_of.workers
+        await warm(first)
+        peers = runtime_of(second.engine).peers
+        assert peers is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(peers._reads._receiver, "promise", raise_it)
+            assert await second.serve(PROMPT, [first.address]) == FROM_PREFILL
+        assert peers._reads._reads == {}
+        await second.engine.wait_settled()
 
 
 async def test_pages_that_are_held_for_a_read_that_is_gone_are_given_up() -> None:

@@ -346,3 +346,21 @@ def test_a_lower_number_of_vllm_is_a_higher_priority(theirs: int, ours: int) -> 
     assert scheduler.matched(request, 0) == len(PROMPT)
     scheduler.allocated(request, [PLACES], len(PROMPT))
     assert [job.priority for job in scheduler.take_jobs().restores] == [ours]
+
+
+def test_a_prompt_is_found_as_far_as_all_ranks_have_it() -> None:
+    now_s = 0.0
+    lookups = LookUps(2, 1.0, clock=lambda: now_s)
+    assert lookups.found("r") == 0, "without a look-up"
+    lookups.ask("r")
+    lookups.answered({"r": [48], "of another": [16]})
+    assert lookups.found("r") is None
+    lookups.answered({"r": [32]})
+    assert lookups.found("r") == 32
+    lookups.ask("late")
+    lookups.answered({"late": [48]})
+    now_s = 1.0
+    assert lookups.found("late") == 0
+    for name in ("r", "late"):
+        lookups.forget(name)
+    assert not lookups._answers and not lookups._asked_at_s

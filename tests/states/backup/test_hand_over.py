@@ -207,6 +207,21 @@ def test_a_run_that_goes_on_offers_only_what_is_new() -> None:
     assert sorted(successor.taken) == [b"abcd", b"abxy"] and report(rig) == (0, 6, 0, 0, "")
 
 
+def test_what_one_worker_has_is_not_taken_for_what_another_one_has() -> None:
+    rig = Rig(device_pages=64, host_pages=64)
+    rig.make_cached("a", b"abcd")
+    successor = Successor(rig)
+    hand(rig)
+    successor.run()
+    report(rig)
+    rig.step(events.StoreRequested, call=7, within_s=10.0, to="other:7100", goes_on=True)
+    offer = rig.take(commands.HandPrompt)
+    assert (offer.peer, offer.page_count) == ("other:7100", 4)
+    rig.handed(offer, 4, brought=4)
+    assert report(rig) == (4, 0, 0, 0, "")
+    rig.expect_nothing_held()
+
+
 def test_a_run_without_time_hands_nothing_over_and_a_run_to_store_ends_it() -> None:
     rig = Rig()
     rig.make_cached("a", b"abcd")

@@ -105,7 +105,8 @@ def test_storage_is_asked_beyond_the_held_pages_and_its_pages_stay_out_of_the_tr
     fetch, promise = rig.take(commands.FetchPages), rig.take(commands.SendPromise)
     rig.fetched(fetch)
     rig.copied(rig.take(commands.CopyPages, target="device"))
-    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, 0)
+    # As the beginning of a prompt they would be found for another one.
+    assert not list(rig.core.state.index.nodes())
     rig.serve(promise)
     rig.take(commands.SendReceived)
     assert rig.take(commands.ReportRestored).sources == {"l1": 4, "l2": 0, "l3": 4, "transfer": 0}
@@ -342,3 +343,23 @@ def test_a_raise_at_any_call_of_a_fetched_part_loses_nothing() -> None:
         rig.core.check()
         assert any(isinstance(wish, commands.ReportRestored) for wish in rig.settle()), call
         rig.expect_nothing_held()
+
+
+@pytest.mark.parametrize("is_first_to_end", [True, False])
+def test_an_offer_whose_beginning_was_lost_in_another_one_leaves_nothing_at_its_place(*, is_first_to_end: bool) -> None:
+    rig = lent_rig()
+    rig.offer(b"ab", (0, 1))
+    lost_copy = rig.take(commands.CopyPages, target="host")
+    rig.offer(b"abcd", (0, 1, 2, 3))
+    rest = rig.take(commands.CopyPages, target="host")
+    assert ids(rest.source_pages) == [2, 3]
+    if is_first_to_end:
+        rig.copied(lost_copy, error="by a test")
+        rig.copied(rest)
+    else:
+        rig.copied(rest)
+        rig.copied(lost_copy, error="by a test")
+    assert sorted(told.declined for told in rig.take_all(commands.ReportOffered)) == [2, 4]
+    # As the beginning of a prompt they would be found for another one.
+    assert not list(rig.core.state.index.nodes())
+    rig.expect_nothing_held()
