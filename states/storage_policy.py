@@ -35,9 +35,8 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     prefetch: PrefetchPolicy = "soonest"
     """How long a request waits for its fetches; prefill sends what has not come. "timeout": `prefetch_base_s` and
     `prefetch_per_ki_token_s`. "best_effort": until its transfer is done. "wait_complete": until they end. These two at
-    most for half of the time that the request has left. "soonest": like "timeout", but what the transfer would bring
-    sooner is neither fetched nor copied from a slower host memory. Only with this one is a storage that is slower than
-    the transfer never worse than none.
+    most for half of the time that the request has left. "soonest": like "timeout", without what the transfer would
+    bring sooner.
     """
     prefetch_threshold_tokens: Count = 256
     """Storage hits shorter than this are not fetched: the transfer brings them."""
@@ -50,9 +49,7 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     fetch_pages_per_s: Amount = 0.0
     """Maximum rate at which plans fetch pages; one second's worth can be saved up. 0: no limit."""
     fetch_deadline_share: Amount = 1.0
-    """A plan fetches as many pages as come, at the measured speed, within this share of the time that it may take. 0:
-    no limit.
-    """
+    """A plan fetches the pages that come, at the measured speed, in this share of its time. 0: no limit."""
     lookahead_pages_max: Count = 0
     """Maximum host pages filled from storage for requests that still wait for device memory. 0: none."""
     write: WritePolicy = "through"
@@ -69,16 +66,13 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     store_wait_s: SecondsOrZero = 1.0
     """Maximum time for which a write waits until no fetch is in flight."""
     store_fetch_s_max: SecondsOrZero = 0.0
-    """Writes wait as if a fetch were in flight while fetches take longer than this on average. 0: they do not."""
+    """Writes wait while fetches take longer than this on average. 0: they do not."""
     renew_s: Seconds = 30.0
-    """Minimum time between two notes to storage that a page is in use on the device or the host, since storage evicts
-    what it believes unused. Earlier, if this worker has stored a sixteenth of the capacity. A page that storage has
-    lost is stored again.
+    """Minimum time between two notes to storage that a page is in use, so that storage does not evict it; sooner after
+    many writes. A page that storage has lost is stored again.
     """
     store_host_share: Share = 0.5
-    """Share of the host pool that may be in use when a write begins beside others; the rest is for reads. A write
-    beyond it is left to the next one of the same prefix.
-    """
+    """Share of the host pool in use up to which writes begin beside others; the rest is for reads."""
     breaker_failures: Count = 8
     """Consecutive failures of storage after which it is not called until a probe succeeds. 0: never."""
     breaker_backoff_s: Seconds = 1.0

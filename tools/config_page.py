@@ -15,14 +15,12 @@ INTRODUCTION = """\
 
 <!-- Generated: python -m tools.config_page > docs/configuration.md; a test compares. -->
 
-`tidekv prefill` and `tidekv decode` read their options from the following sources, of which later ones override earlier
-ones:
+`tidekv prefill` and `tidekv decode` read their options from these sources, of which later ones override earlier ones:
 
 1. the defaults below;
 2. the file of `--config FILE`, or of the variable `TIDEKV_CONFIG`: TOML, YAML or JSON, by its suffix;
-3. environment variables: `TIDEKV_` and the option's path with underscores, for example
-   `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`. Variables that Kubernetes creates for a Service
-   (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; another one that names no option is an error;
+3. environment variables: `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`. One that names no option
+   is an error, except those that Kubernetes creates for a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`);
 4. `--set section.option=value`, any number of times;
 5. the command's own flags, for example `--listen`.
 
@@ -48,9 +46,9 @@ prefetch = "timeout"
 listen = "127.0.0.1:9464"
 ```
 
-`tidekv config show` prints every option with its value and source, `tidekv config check` every error with its place
-(exit code 2), `tidekv config schema` the JSON Schema, for completion in editors. A command does not start with an
-error. An embedder passes an `EngineConfig`, whose groups are the tables of `[engine]`:
+`tidekv config show` prints every option with its value and source, `tidekv config check` every error with its place,
+`tidekv config schema` the JSON Schema, for completion in editors. An embedder passes an `EngineConfig`, whose groups
+are the tables of `[engine]`:
 
 ```python
 import tidekv
@@ -71,16 +69,16 @@ loaded = load("worker.toml")
 config = loaded.configuration.engine  # An EngineConfig.
 ```
 
-Below, a number whose default has no decimal point is a whole one, text is UTF-8 without NUL, and a time is at most a
-year (31,536,000 s). What listens, publishes or writes is off while its address or path has no value; with port 0 the
+Below, a number whose default has no decimal point is a whole one, a time is at most a year, and an option with no
+default has no value. What listens, publishes or writes is off while its address or path has none; with port 0 the
 system chooses.
 
 ## Sizes of pools
 
 `cache.l1` and `cache.l2` accept bytes (`1073741824`, `"64GB"`, `"512MiB"`), pages (`"4096 pages"`), a share (`"80 %"`
-of what is free, `"50 % of total"`), `"auto"`, and for `l2` a multiple of L1 (`"2x"`). Free memory is what the kernel
-could provide within every control group that bounds the process; memory of clean file pages counts as free. On the CPU
-both pools share the same memory, and L1 is taken first. A size above the free memory is refused before anything starts.
+of what is free, `"50 % of total"`), `"auto"` (the command chooses), and for `l2` a multiple of L1 (`"2x"`). Free memory
+is what the process's control groups leave. On the CPU both pools share the same memory, and L1 is taken first. A size
+above the free memory is refused before anything starts.
 """
 
 
@@ -112,7 +110,7 @@ def configuration_page() -> str:
         elif section.startswith("engine."):
             summary += f" In Python `{kind.__name__}`."
         rows = [_row(option) for option in all_options().values() if option.section == section]
-        table = ["| option | allowed | default | effect |", "|---|---|---|---|", *rows]
+        table = ["| option | default (allowed) | effect |", "|---|---|---|", *rows]
         parts.append(f"## [{section}]\n\n{summary}\n\n" + "\n".join(table) + "\n")
     return "\n".join(parts)
 
@@ -121,7 +119,18 @@ def _row(option: Option) -> str:
     effect = option.effect.replace("|", "\\|")
     if option.path in MORE:
         effect += f" [More]({MORE[option.path]})"
-    return f"| `{option.name}` | {_brief(allowed(option.type), option.unit)} | {_default(option)} | {effect} |"
+    return f"| `{option.name}` | {_value(option)} | {effect} |"
+
+
+def _value(option: Option) -> str:
+    """Return the default, and what else is allowed; without a default only the latter."""
+    unit = "" if option.name.endswith("_s") or option.unit in option.name.split("_") else option.unit
+    brief = _brief(allowed(option.type), unit)
+    if option.default in ("", None):
+        return brief
+    plain = msgspec.to_builtins(option.default)
+    default = f"`{plain if isinstance(plain, str) else json.dumps(plain)}`"
+    return default if brief in ("bool", "text") else f"{default} ({brief})"
 
 
 def _brief(words: str, unit: str) -> str:
@@ -134,13 +143,6 @@ def _brief(words: str, unit: str) -> str:
     words = re.sub(r"^number from (\S+) to (\S+)", r"\1 to \2", words)
     is_measured = bool(unit) and not unit.startswith(("a share", "times"))
     return f"{words} {unit}" if is_measured and re.match(r"[>≥\d]", words) else words
-
-
-def _default(option: Option) -> str:
-    if option.default in ("", None):
-        return "none" if option.default is None else "empty"
-    plain = msgspec.to_builtins(option.default)
-    return f"`{plain if isinstance(plain, str) else json.dumps(plain)}`"
 
 
 if __name__ == "__main__":

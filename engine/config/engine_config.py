@@ -58,14 +58,12 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     ageing_s: Seconds = 5.0
     """Waiting for this long weighs as much as one step of priority."""
     growth_reserve_pages: Count = 1
-    """Device pages that an admitted request holds in reserve for generated tokens, if its `max_new_tokens` and the pool
-    leave use for so many.
-    """
+    """Device pages that an admitted request holds in reserve for generated tokens, as far as it has use for them."""
     running_max: Count = 0
     """Maximum admitted requests; others wait in the queue. 0: no limit. Not with lent device pages."""
     prefill_share: PositiveShare = 0.75
     """Maximum share of the device pool that requests of one prefill may withhold before they are READY, its quarantine
-    included. Further ones wait; a larger prompt is served alone. 1: no limit.
+    included. Further ones wait. 1: no limit.
     """
 
 
@@ -75,7 +73,7 @@ class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     enabled: bool = True
     """Requests with a common prefix share its transfer before the first of them is READY."""
     wait_s: Seconds = 0.25
-    """Seconds a request waits for another request's stalled transfer before it asks prefill itself."""
+    """Time that a request waits for another's stalled transfer before it asks prefill itself."""
 
 
 class SnapshotOptions(SnapshotPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,9 +99,7 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The links to prefill workers."""
 
     lease_s: Seconds = 10.0
-    """Seconds for which prefill keeps a room's pages without a ping of this worker, if `prefill.lease_s` is not
-    shorter.
-    """
+    """Time for which prefill keeps a room's pages without a ping of this worker, at most `prefill.lease_s`."""
     heartbeat_s: Seconds = 0.5
     """Interval between signs of life to each peer."""
     silence_s: Seconds = 2.0
@@ -115,8 +111,8 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
     attempts: PositiveCount = 1
     """How often each prefill of a request is tried before the request fails."""
     retries_late: bool = True
-    """Try a prefill that was only late ("prefill silent", "lease ended") again until the deadline, with pauses of 0.1
-    to 2 s. Not if the caller can compute the rest (`recompute`, lent pages).
+    """Try a prefill that was only late ("prefill silent", "lease ended") again until the deadline, unless the caller
+    can compute the rest (`recompute`, lent pages).
     """
     staging_bytes: ByteCount = 64 * 1024 * 1024
     """Bytes of the ring through which prefill ranks that hold fewer KV heads send theirs. 0: none."""
@@ -131,27 +127,20 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prefixes from the host memory of other decode workers, between storage and prefill. Windows and states come from
-    prefill. Of several ranks each reads from the rank at its place of a worker of as many.
-    """
+    """Prefixes from the host memory of other decode workers, between storage and prefill."""
 
     enabled: bool = False
-    """Requests may name peers (`DecodeRequest.peers`). The host pool is registered with the transport, which touches
-    all of its memory.
-    """
+    """Requests may name peers (`DecodeRequest.peers`). The host pool is registered, which touches all of its memory."""
     listen: PlainText | None = None
-    """host:port at which peers read this worker's host memory (`DecodeEngine.peer_address`). An address of the network
-    needs a secret. Each rank listens at an address of its own.
+    """host:port at which peers read this worker's host memory (`DecodeEngine.peer_address`), another one for each rank.
+    An address of the network needs a secret.
     """
     ask: tuple[PlainText, ...] = ()
-    """Addresses of peers that may be asked for every prompt, after those that its request names; 8 at most. A peer of
-    several ranks is named by their addresses, joined by commas, or by that of the first one if the others are at the
-    ports behind it.
+    """Addresses of peers, 8 at most, that may be asked for every prompt, after those that its request names. A peer of
+    several ranks is named by their addresses, joined by commas.
     """
     allow: tuple[PlainText, ...] = ()
-    """Addresses that `kv.fetch` in the hints of a request may name besides those of `ask`, in the form of `dials`;
-    others are rejected. With ranks the address of each rank must be in it.
-    """
+    """Addresses that hints (`kv.fetch`) may name besides those of `ask`, in the form of `dials`, of each rank."""
     wait_s: Seconds = 1.0
     """Maximum time in which a peer may send pages of a prompt; prefill sends the rest."""
     wait_share: PositiveShare = 0.25
@@ -165,9 +154,7 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     reads_max: PositiveCount = 16
     """Maximum reads by peers at once; further ones are refused."""
     close_to: PlainText | None = None
-    """host:port of the worker that closing hands the cache over to, as `DecodeEngine.drain(to=…)` does. It needs
-    `listen`.
-    """
+    """host:port of the worker that closing hands the cache over to. It needs `listen`."""
     close_s: Seconds = 30.0
     """Maximum time for that, beside `close_deadline_s`."""
 
@@ -248,9 +235,7 @@ class StatusOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_file: PlainText | None = None
     """File with the token that callers must present, as `Authorization: Bearer TOKEN`; not for /health and /ready."""
     allow_network: bool = False
-    """Serve the network without a token: every program that reaches the port can then probe for cached prompts, and
-    give hints.
-    """
+    """Serve the network without a token: every program that reaches the port can probe for cached prompts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,15 +253,13 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """KV events for routers. Needs the extra `events`."""
 
     endpoint: PlainText | None = None
-    """ZMQ endpoint, such as tcp://127.0.0.1:5557, at which the engine publishes what it caches. One on the network
-    needs `curve_secret_file` or `allow_network`.
+    """ZMQ endpoint, such as tcp://127.0.0.1:5557, that publishes what is cached. One on the network needs
+    `curve_secret_file` or `allow_network`.
     """
     replay: PlainText | None = None
     """ZMQ endpoint at which routers request batches that they missed."""
     load: PlainText | None = None
-    """ZMQ endpoint at which the engine publishes its load for SGLang's routers. One on the network needs
-    `allow_network`.
-    """
+    """ZMQ endpoint that publishes the load for SGLang's routers. One on the network needs `allow_network`."""
     topic: PlainText = ""
     """Topic of the batches: the first frame of each."""
     kept_batches: PositiveCount = 10_000
@@ -284,17 +267,15 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     kept_bytes: PositiveCount = 64 * 1024 * 1024
     """Maximum bytes of the batches that can be requested again."""
     tokens: bool = True
-    """Publish the tokens of each page. False: `token_ids` is empty, for routers that need only hashes."""
+    """Publish the tokens of each page; false for routers that need only hashes."""
     curve_secret_file: PlainText | None = None
     """File with the secret key of both endpoints (CURVE, 40 characters of Z85): listeners must know its public key."""
     curve_clients: PlainText | None = None
-    """Directory with the public keys of listeners, files that end in .key; without it any listener that knows the
-    public key of the endpoints is served.
-    """
+    """Directory with the public keys (.key) of the listeners that are served. None: all that know the engine's key."""
     allow_network: bool = False
-    """Serve endpoints on the network without CURVE: every program that reaches one then reads the published tokens."""
+    """Serve endpoints on the network without CURVE: every program that reaches one reads the published tokens."""
     components: bool = False
-    """Publish pages of windows and states, too, each component as a group. Only for routers that know groups."""
+    """Publish windows and states, too, each component as a group. Only for routers that know groups."""
     routers: tuple[Router, ...] = ("dynamo",)
     """Routers that listen, which decides how salts and EAGLE keys are written."""
     stored_pages: PositiveCount = 500_000
@@ -324,8 +305,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Keep generated tokens in the cache; without it only prompts are kept."""
     eviction: EvictionName = "lru"
     """Which cached pages are evicted first: "lru": least recently used. "lfu": least often matched. "slru": matched
-    less than twice, so that a long scan keeps shared prefixes. "fifo": oldest. "priority": lowest
-    `DecodeRequest.priority`.
+    less than twice. "fifo": oldest. "priority": lowest `DecodeRequest.priority`.
     """
     page_checksums: bool = False
     """Verify the bytes of pages on their way; a damaged page is sent again and never used. Not with pools on a GPU."""
@@ -334,21 +314,19 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     device: DeviceMode = "owned"
     """Whose the device pages are: the engine's, or those of a host engine that lends them to each restore."""
     recompute_threshold: Count = 0
-    """Missing tokens up to which decode computes a prompt (`recompute`) rather than asking prefill, which is asked if
-    that fails. 0: only if no prefill is left. Not with components or lent device pages.
+    """Missing tokens up to which decode computes a prompt (`recompute`) rather than asking prefill. 0: only if no
+    prefill is left. Not with components or lent device pages.
     """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none."""
     copy_deadline_s: Seconds = 30.0
-    """Maximum time of a copy between device and host; then it has failed, and its pages are quarantined."""
+    """Maximum time of a copy between device and host; after that it has failed."""
     close_deadline_s: Seconds = 10.0
     """Maximum time that closing waits for work in flight."""
     close_store_s: SecondsOrZero = 0.0
-    """Maximum time for which closing first stores what storage lacks, beside `close_deadline_s`. With ranks, that of
-    the first one counts.
-    """
+    """Maximum time for which closing first stores what storage lacks, beside `close_deadline_s`."""
     loop_stall_report_s: Seconds = 0.05
-    """A callback that blocks the event loop for longer than this, while there is work, is logged with its place."""
+    """A callback that blocks the event loop for longer is logged with its place."""
     storage: StorageOptions = StorageOptions()
     """The storage tier."""
     admission: AdmissionOptions = AdmissionOptions()

@@ -26,11 +26,9 @@ class CacheSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     device: Text = "cpu"
     """Device of L1: cpu, cuda or cuda:N."""
     l1: str | int = "auto"
-    """Size of the device pool (L1); every page of a running request is there. "auto": chosen by the command."""
+    """Size of the device pool (L1); every page of a running request is there."""
     l2: str | int = "auto"
-    """Size of the host pool (L2). "2x" is twice L1; 0: no host pool, and with it no storage. "auto": chosen by the
-    command.
-    """
+    """Size of the host pool (L2). 0: no host pool, and with it no storage."""
     l2_path: Text = ""
     """File of L2, such as /dev/shm/tidekv-decode: its pages outlive a restart of the worker."""
 
@@ -85,20 +83,18 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """
     allow_no_secret: bool = False
     """Let prefill listen on the network without a secret or client certificates: every program that reaches the port
-    may then read and write this worker's memory.
+    can read and write this worker's memory.
     """
     announces: tuple[Text, ...] = ()
     """Addresses under which decode workers dial this prefill worker, if connections to it are forwarded."""
     data_network: Literal["auto", "loopback", "any"] = "auto"
-    """Where UCX opens its unauthenticated ports: on loopback, on any network device, or the latter if an address of
-    this worker or of its prefill workers is on the network. `UCX_NET_DEVICES` takes precedence.
+    """Where UCX opens its unauthenticated ports: on loopback, on any network device, or ("auto") on these if an address
+    of a worker is on the network. `UCX_NET_DEVICES` takes precedence.
     """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
     progress_delay_us: PositiveCount = 200_000
-    """Time after which NIXL's progress thread wakes without a cause; for a plugin that does not wake it, the delay of a
-    peer's writes. A shorter one costs CPU.
-    """
+    """Interval at which NIXL's progress thread wakes without a cause. A shorter one costs CPU."""
     call_timeout_s: Seconds = 30.0
     """Maximum time of each setup call, such as for a NIXL plugin."""
     close_timeout_s: Seconds = 5.0
