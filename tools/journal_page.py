@@ -29,8 +29,8 @@ INTRODUCTION = """# The journal
 
 A journal holds the facts of one run of one engine: every event that its core took, turn of the loop by turn, every
 raise of a rule, and digests of what followed. `tidekv replay` steps a fresh core through the facts and compares the
-digests; `explain` and `timeline` show what followed. It is text, one JSON object a line. This is version {version}; a
-journal of another version, or of other event types, is refused by name: use the tidekv that wrote it.
+digests. It is text, one JSON object a line. This is version {version}; a journal of another version, or of other event
+types, is refused by name: use the tidekv that wrote it.
 
 A turn in which one request arrives (`journal.tokens`):
 
@@ -49,9 +49,8 @@ and behind each turn over the numbers of each part of the state ({parts}, and ea
 `parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first event from which something
 else follows, and `ReplayDiverged` names it.
 
-**Raises.** A rule that raises does not end a journal: the replay raises at the same instruction and goes on. By other
-code, or another version of Python, it may diverge there, in "raises". An exception that left `Core.step` stands in
-`errors`: a refused event, or the end of the engine.
+**Raises.** A rule that raises does not end a journal: the replay raises at the same instruction and goes on; with other
+code, or another version of Python, it may diverge there. An exception that left `Core.step` stands in `errors`.
 
 **Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64, under a secret that is not written anywhere:
 they show which pages are equal, and nothing else. Namespaces (a vLLM request's `cache_salt` is part of one) are digests
@@ -65,7 +64,7 @@ a symbolic link.
 **In the application's log.** With `journal.log` the same lines are records of the logger `tidekv.journal`:
 `journal_run`, `journal_line` (counted from 0), and the line itself in `journal`. `tidekv replay LOG`, `explain LOG` and
 `timeline LOG` find them in `LOG` and in `LOG.*`, in any order; of several runs they read the newest, or that of
-`--run`. A dropped record is reported as missing. A file is smaller and costs the engine less.
+`--run`. A dropped record is reported as missing.
 
 **The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off: all
 lines before it are valid, and at most the last {coalesce_s:g} s are missing. `replay`, `explain` and `timeline` take

@@ -21,15 +21,13 @@ from tidekv.states.settings import CoreSettings
 BEGIN = "<!-- All metrics, from the code: python -m tools.metrics_page docs/observability.md -->"
 END = "<!-- End of all metrics. -->"
 LABELS = {
-    "outcome": '"ready", or the cause of a failure; of a room: received, lease ended, aborted, replaced, failed, '
-    "closed",
+    "outcome": "ready, or the cause of a failure; of a room: received, lease ended, aborted, replaced, failed, closed",
     "source": "l1, l2, l3, transfer, recompute",
     "cause": "why the pages were not restored here; of a room: a cause of `tidekv.PrefillCause`, or its outcome",
     "rule": "a function of `tidekv.states`, as `Class.method`",
     "call": "query, fetch, store, probe, copy_to_device, copy_to_host, recompute",
     "state": "a state of the request machine; of a room: pending, sending, finished, draining",
-    "condition": "free, owned, cached, draining, total; cached pages are evictable, or protected: pinned by requests "
-    "and transfers",
+    "condition": "free, owned, cached (evictable, or protected by requests and transfers), draining, total",
     "name": "a number of `DecodeEngine.statistics()`, or of `PrefillPeer.statistics()`",
 }
 """Values of labels that their metric does not explain."""
@@ -66,17 +64,26 @@ def metrics_table() -> str:
         "| cause | meaning |",
         "|---|---|",
     ]
-    lines += [f"| {cause} | {words} |" for cause, words in {**EXTENDED, **DECLINED}.items()]
+    of_components = ("component_", "end_")
+    lines += [
+        f"| {cause} | {words} |"
+        for cause, words in {**EXTENDED, **DECLINED}.items()
+        if not cause.startswith(of_components)
+    ]
+    lines += [
+        "",
+        "`component_…` and `end_…` are the same causes for windows and states, own and shared ones.",
+    ]
     return "\n".join(lines)
 
 
 def _rows(families: list[Metric]) -> list[str]:
-    lines = ["| metric | labels | meaning |", "|---|---|---|"]
+    lines = ["| metric and its labels | meaning |", "|---|---|"]
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
         # prometheus_client has no public accessor for the names of labels.
-        labels = ", ".join(getattr(family, "_labelnames", ()))
-        lines.append(f"| `{name}` | {labels} | {family.documentation} |")
+        labels = ",".join(getattr(family, "_labelnames", ()))
+        lines.append(f"| `{name}{f'{{{labels}}}' if labels else ''}` | {family.documentation} |")
     return lines
 
 

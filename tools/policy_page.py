@@ -18,17 +18,15 @@ POLICIES = f"""\
 Each policy is a field of `StorageOptions` ([values and defaults](configuration.md#enginestorage), [which one
 when](operating.md#which-policy-when)) and can be changed while requests run, as by
 `engine.change_policy(write="back", lookahead_pages_max=512)`. Pages that a policy declines are requested from
-prefill: no request fails, and `l3_declined_pages` counts them.
+prefill; `l3_declined_pages` counts them.
 
-**Writing.** `through` is the safest. `selective` saves writes if most prompts are seen once. `back` writes least: it
-keeps a share of each pool (`write_back_ahead`) free or clean, so that eviction finds pages that have another copy;
-`l1_pages_dropped` and `l2_pages_dropped` count those without one. Pages that were not yet written are lost when the
-process ends.
+**Writing.** `through` is the safest. `selective` saves writes if most prompts are seen once. `back` writes least; pages
+that were not yet written are lost when the process ends. `l1_pages_dropped` and `l2_pages_dropped` count pages that
+were evicted without another copy.
 
-**What storage has.** Storage evicts what it does not see in use, and it does not see hits on the device or the host.
-So a write names the whole prefix, and a prefix without anything to write is named when it is used again after
-`renew_s`. `pages_stored_again` counts pages that storage had lost. `s3:` and `mooncake:` know the use of their own
-process only; after a restart `s3:` orders pages by their time of writing.
+**What storage has.** Storage does not see hits on the device or the host, so pages in use are named to it again after
+`renew_s`. `pages_stored_again` counts pages that it had lost. `s3:` and `mooncake:` know the use of their own process
+only; after a restart `s3:` orders pages by their time of writing.
 
 `flush(("l3",))` removes all pages; those that are still on the device or the host are stored again at their next use.
 
@@ -38,18 +36,16 @@ the mean of the measured answer times and four times their deviation, at least {
 unknown. After the wait the plan is made without storage (`l3_queries_outwaited`). With `wait_complete` the wait is
 `query_deadline_s`.
 
-**Throughput of storage.** The core measures the time of a page, `page_s`, over the last fetches. A plan fetches at
-most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After
-{ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more.
+**Throughput.** The core measures the time of a page from storage, `page_s`, over the last fetches. A plan fetches at
+most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`.
+{ESTIMATE_FRESH_S:g} s after the last fetch the measurement bounds no plan.
 
-**Split between storage and transfer.** With `soonest` that of the transfer is measured in the same way, prefill's
-computation included. A plan fetches what storage has, unless the transfer of all of it is sooner, or a part from each
-markedly sooner: what prefill sends delays what only prefill can send to others. Host memory is trusted, until its
-copies are measured to be slower than the transfer: then, if they would take more than {1e3 * TRUSTED_S:g} ms, the same
-rule divides its pages (`l2_declined_pages`), and storage counts as no faster than the copies that follow its reads.
-While the throughput of the transfer is unknown, a plan fetches all. While that of storage is unknown, one plan at a
-time measures it with a part of its pages; while neither is known, others wait for a first measurement, for a short time
-([Measuring](measuring.md#default-policy-on-real-processes)). Those of windows and states are not split.
+**Split between storage and transfer.** With `soonest` the transfer is measured in the same way, prefill's computation
+included. A plan fetches what storage has, unless the transfer of all of it is sooner, or a part from each markedly
+sooner. Host memory that is measured to be slower than the transfer, and would take more than {1e3 * TRUSTED_S:g} ms, is
+split in the same way (`l2_declined_pages`). While the speed of the transfer is unknown, a plan fetches all; while that
+of storage is unknown, one plan at a time measures it with a part of its pages
+([Measuring](measuring.md#default-policy-on-real-processes)). Windows and states are not split.
 
 **Prefetch for waiting requests.** If `lookahead_pages_max` is set, pages of a request that waits for device memory are
 fetched to the host meanwhile and count as `l3`; those of windows and states come first

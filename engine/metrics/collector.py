@@ -57,15 +57,14 @@ class MetricsCollector(Collector):
             yield labeled_counter("tidekv_bytes", "KV bytes of READY requests by source.", "source", sized)
         yield labeled_counter(
             "tidekv_pages",
-            "Pages promised (prefill need not send them), asked of prefill, asked by extend, delivered, of them wasted"
-            " in rooms that were left, fetched from storage, read from peers and by them, and stored there.",
+            "Pages promised, asked of prefill, asked by extend, delivered, of them wasted in rooms that were left,"
+            " fetched from storage, read from peers and by them, and stored.",
             "what",
             fold.pages,
         )
         components = CounterMetricFamily(
             "tidekv_component_pages",
-            "Pages of windows and records of states: asked of prefill, loaded from host memory, cloned on the device,"
-            " backed up to host memory, fetched from storage, stored there, left by callers.",
+            "Pages of windows and records of states, by what was done with them.",
             labels=("component", "what"),
         )
         for (component, what), count in sorted(dict(fold.component_pages).items()):
@@ -73,9 +72,7 @@ class MetricsCollector(Collector):
         yield components
         snapshots = CounterMetricFamily(
             "tidekv_snapshots",
-            "Snapshots of states: kept at branches, ends of prompts and outputs, intervals; declined; evicted by tier;"
-            " prompts whose end was served by one, by tier; computations that continued from one, and the tokens that"
-            " these did not compute.",
+            "Snapshots of states: kept, declined, evicted and used, and the tokens whose computation they saved.",
             labels=("component", "what"),
         )
         rules = fold.core.component_pages

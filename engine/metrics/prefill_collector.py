@@ -14,7 +14,7 @@ ROOM_STATES = ("pending", "sending", "finished", "draining")
 SENT = {
     "bytes_sent": "Bytes of KV written to decode workers.",
     "pages_sent": "Pages written to decode workers, those of components included.",
-    "pages_withdrawn": "Pages that decode had asked for, of rooms that ended before these were sent.",
+    "pages_withdrawn": "Pages that decode had asked for, and that were not sent.",
 }
 GAUGES = {
     "writes_in_flight": "Writes to decode workers that have not ended.",
@@ -51,8 +51,8 @@ class PrefillCollector(Collector):
         counts = dict(self._statistics())
         rooms = GaugeMetricFamily(
             "tidekv_prefill_rooms",
-            "Rooms by state: promised by some ranks of decode only, being sent, finished and not yet received, ended"
-            " with writes in flight.",
+            "Rooms by state: pending (promised by some ranks of decode only), sending, finished (not yet received),"
+            " draining (ended, with writes in flight).",
             labels=("state",),
         )
         for state in ROOM_STATES:
