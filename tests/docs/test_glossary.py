@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "glossary.md"
 
 
 def words() -> list[str]:
-    rows = re.findall(r"^\| (?!word)([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^- \*\*([^*]+)\*\*:", PAGE.read_text(), re.MULTILINE)
     return [word.strip("` ") for row in rows for word in row.split(",")]
 
 
