@@ -11,13 +11,6 @@ operation ends a pause at once.
 
 An operation in flight cannot be cancelled: it stays here until it has ended, even if its future was cancelled, and only
 then is it released. The thread never touches the loop, except to deliver outcomes.
-
-Single-producer, single-consumer wake-up of a thread by one lock, which is cheaper than a queue.
-
-    producer:  append the item ──▶ ring
-    consumer:  found nothing ──▶ wait ──▶ look again
-
-A ring while the consumer is awake is kept, so no item appended before it is missed. Wake-ups may be spurious.
 """
 
 from __future__ import annotations
@@ -38,7 +31,11 @@ from tidekv.transports.base import Ended, StreamTurn, TransferStream
 
 
 class Wakeup:
-    """Wakes one thread. Exactly one thread signals and one thread waits."""
+    """Wake-up of one thread by another one, by a lock, which is cheaper than a queue.
+
+    The producer appends an item and signals; the consumer, if it finds nothing, waits and looks again. A signal while
+    the consumer is awake is kept, so no item appended before it is missed. Wake-ups may be spurious.
+    """
 
     def __init__(self) -> None:
         self._silence = threading.Lock()

@@ -82,7 +82,7 @@ class SharePages(OperationCommand, frozen=True, kw_only=True):
 class StorePages(OperationCommand, frozen=True, kw_only=True):
     """Make sure that storage has one group's pages of a request's tokens, starting at position `first` → PagesStored.
 
-    Storage is asked for them, and told that they are in use. It is sent those that it lacks from `host_pages`, the
+    Storage is asked for them, and learns that they are in use. It is sent those that it lacks from `host_pages`, the
     first of them; `asked` further ones are only asked for.
 
     Request number 0 means pages of no particular request: the driver gets their keys from `Core.keys_stored` when it

@@ -114,9 +114,10 @@ class Hello(Message, frozen=True, tag="hello"):
     `tidekv.states.handover.context_parts`, also for `stripe_pages`.
     `liveness_key` is the key of questions for signs of life of prefill; see `tidekv.transports.control.liveness`.
     `sends` is what the links of this listener are for: pages that prefill computes, or those in the host memory of a
-    decode worker. Who dials names what it wants. `shares_at` is the address at which a decode worker's host memory can
-    be read; empty: it shares none. `cached_place` is the place of the rank whose host memory a link is about, if cached
-    pages are sent: these links pair ranks of the same place, so `rank` and `ranks` are those of a single one.
+    decode worker. The dialling end names what it wants. `shares_at` is the address at which a decode worker's host
+    memory can be read; empty: it shares none. `cached_place` is the place of the rank whose host memory a link is
+    about, if cached pages are sent: these links pair ranks of the same place, so `rank` and `ranks` are those of a
+    single one.
     """
 
     version: Count

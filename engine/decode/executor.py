@@ -2,8 +2,7 @@
 
 It makes no decisions and never raises into the driver: a failure is an outcome, with its text.
 
-The storage hit count of a request passes seven modules and enters the core by one event, which goes into the record of
-the query:
+The way of a storage hit count, which enters the core by one event:
 
     storage engine `exists` ──▶ executor `_run_query` ──StorageAnswered──▶ driver ──▶ core `step` ──▶ storage admission
     `StorageQuery` ──▶ record `StorageAnswer` ──▶ plan `PlanFetches.load`: its loads are sources of READY
@@ -424,7 +423,7 @@ class Executor:
     def _recompute(self, command: commands.Recompute) -> None:
         live = self._calls.live(command.request_id)
         if command.is_short and not live.request.send_prompt:
-            # A router has sent the prompt to the first prefill, which keeps pages until it is asked or told.
+            # A router has sent the prompt to the first prefill, which keeps pages until decode asks or declines.
             self._receiver.decline(live.request.prefills[0], command.request_id, live.prompt_digest())
         self._spawn(self._calls.recompute(command, self._recomputed), f"recompute {command.op}")
 

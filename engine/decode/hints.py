@@ -225,8 +225,8 @@ class HintCalls:
         except BaseException:
             self._runtime.calls.unexpect_hint(call)
             raise
-        told = await done
-        return HintOutcome(action.action_id, told.outcome, told.page_count * settings.page_size)
+        answer = await done
+        return HintOutcome(action.action_id, answer.outcome, answer.page_count * settings.page_size)
 
     def _name_peer(self, action: HintAction, peers: HintedPeers | None) -> HintOutcome:
         """Add the peer of a `kv.fetch` to those of its request, if the options allow its address."""

@@ -33,7 +33,7 @@ async def look_up(runtime: Runtime, packed: bytes, namespace: str, *, timeout_s:
                 stored, cause = leading(await own_cancels_only(asked, "storage")), ""
         except TimeoutError:
             cause = f"storage did not answer within {timeout_s:g} s"
-        except Exception as error:  # Engines of third parties may raise anything; the caller is told.
+        except Exception as error:  # Engines of third parties may raise anything; the caller gets the error.
             cause = f"{type(error).__name__}: {error}"
     tokens = len(packed) // TOKEN_BYTES
     counts = [pages * page_size for pages in (device, host, stored)]

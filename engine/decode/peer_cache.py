@@ -1,6 +1,6 @@
 """Host memory shared between decode workers: reads from peers, and reads by peers.
 
-The same rooms as with prefill, over the host pool. A read of ours is a `FetchPages` with a peer (`PeerReads`). A read
+Reads are rooms, as with prefill, over the host pool. A read of ours is a `FetchPages` with a peer (`PeerReads`). A read
 by a peer becomes a `ShareRequested`: the core holds the pages, this module writes them to the peer, and the outcome
 lets them go. It decides nothing about pages.
 
@@ -171,7 +171,7 @@ class PeerCache:
 
     @property
     def announced(self) -> str:
-        """The address that prefill is told; empty if peers do not read, or listening at all interfaces says none."""
+        """The address that prefill gets; empty if peers do not read, or listening at all interfaces says none."""
         return dialable(self.address or "")
 
     def address_of(self, peer: str) -> str:

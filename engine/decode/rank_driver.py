@@ -6,9 +6,7 @@ when the core has taken all of its events; only then does the next one begin.
     FORMING ──all ranks are there──▶ VOTING ──a rank is lost──▶ ALONE ──nothing in flight──▶ FORMING, with an empty core
 
 In ALONE this rank votes with itself: every request fails, and the rank waits for all operations that still read or
-write their pages, and for callers that have begun early. PendingCalls raise RankLost until the group is formed again.
-
-`RankPhase` is the state of one rank.
+write their pages, and for callers that have begun early. Calls raise RankLost until the group is formed again.
 """
 
 from __future__ import annotations
@@ -149,8 +147,9 @@ class RankDriver:
         await asyncio.shield(self._formed)
 
     async def leave(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until the other ranks leave as well, so that none counts as lost. Call it when
-        nothing is in flight.
+        """Leave the group, so that no rank counts as lost. Waits at most `timeout_s` for the other ranks.
+
+        Nothing may be in flight.
         """
         if self._phase is RankPhase.VOTING:
             self._agreement.leave()

@@ -725,8 +725,8 @@ async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: 
 class EffectGroup:
     """Task group of effects. An effect that raises is a defect: it is passed to `on_failure`, and all others end.
 
-    A TaskGroup cancels the task that entered it and wraps what leaves its block. Entered by the embedder's own task, it
-    would wrap the embedder's exceptions, so a supervisor task enters it.
+    A supervisor task enters the TaskGroup: entered by the embedder's task, it would cancel that task, and wrap its
+    exceptions.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:

@@ -88,8 +88,8 @@ class PageDigests:
         return struct.pack("<q", hash(rest))
 
     def of_namespace(self, namespace: str) -> str:
-        """Return a digest that stands for a namespace; nothing for the one without a name. Who reads the text could ask
-        for what is cached there: a vLLM request's `cache_salt` is in it.
+        """Return a digest that stands for a namespace; nothing for the one without a name. The name itself, in which
+        a vLLM request's `cache_salt` is, would let a reader of the journal ask for what is cached there.
         """
         text = namespace.encode(errors="surrogatepass")
         return namespace and hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=self._key).hexdigest()

@@ -78,8 +78,8 @@ class EngineLoop:
             raise
 
     def stop(self) -> None:
-        """Close the engine and join the thread. Raises TidekvError if it has not ended after `close_store_s`,
-        `close_deadline_s` and END_S, and leaves it running.
+        """Close the engine and join the thread. Raises TidekvError, and leaves the thread running, if it has not ended
+        within END_S of the time that the options give closing.
         """
         self._wants_stop = True
         with self._lock:

@@ -3,18 +3,16 @@
 The *component pages of a boundary* are the window pages or the state snapshot that a request needs to continue from
 that boundary (`tidekv.states.component_specs`).
 
-Copies to the host. A backup of full pages (`tidekv.states.backup.backups`) that has reached the end of its path starts
-a copy of each component's pages at that boundary. The copy covers the whole set or does not start: the device must have
-all pages that the host lacks, and the host must have room for them. From its start to the outcome of its command, a
-copy owns its new host pages and holds two receipts: a device lock on the source, and a host pin on the path that the
-pages will join. The copied pages then join the index, and the write to storage starts.
+- A *copy to the host* starts when a backup of full pages (`tidekv.states.backup.backups`) has reached the end of its
+  path. It covers the whole set or does not start: the device must have all pages that the host lacks, and the host must
+  have room for them. The copied pages join the index, and the write to storage starts.
+- A *write to storage* starts when the host has all component pages of the boundary and storage has all full pages up to
+  it: where the write policy keeps the full pages out, storage has no component pages. It waits while fetches are in
+  flight. The request may have ended: page names come from the token keys of the path (`Core.keys_stored`).
 
-Writes to storage. A write starts when the later of two conditions becomes true: the host has all component pages of the
-boundary, and storage has all full pages up to it. Therefore storage has no component pages where the write policy keeps
-the full pages out. A write owns no pages; a host pin keeps the pages that it reads until it has ended. It waits while
-fetches are in flight.
-
-The request may have ended before its write: page names come from the token keys of the path (`Core.keys_stored`).
+Ownership. Until its command has ended, a copy owns its new host pages and holds two receipts: a device lock on the
+source, and a host pin on the path that the pages will join. A write owns no pages; a host pin keeps those that it
+reads.
 """
 
 from __future__ import annotations

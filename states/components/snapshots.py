@@ -80,9 +80,9 @@ class Snapshots:
         return [Snapshot(boundary, page, place) for (boundary, place), page in zip(wanted, spare, strict=False)]
 
     def place_of(self, boundary: int, *, prompt_pages: int, node: Node, holds: bool) -> str:
-        """The place for which a snapshot that a caller left at `boundary` is kept; "" if the policy declines it.
+        """Return the kind of place by which the policy keeps a snapshot at `boundary`; "" if it is not kept.
 
-        `node` is the end of the full pages that are kept; `holds` is whether a retracted request needs its end.
+        `node` is the end of the full pages that are kept; `holds`: a retracted request needs the snapshot at its end.
         """
         policy = self._policy
         if boundary == node.depth_pages and (policy.output_end or holds) and (boundary > prompt_pages or holds):

@@ -14,12 +14,14 @@ through a load are its waiters and wait for it; nothing else connects them to it
 The sender of a load in RECEIVING is the request whose room brings its pages. A shared transfer is a load that starts in
 RECEIVING, as a part of its sender's delta, and ends as pages arrive; see `tidekv.states.loads.shared_transfers`.
 
-A fetch past its deadline continues in the background. `LateFetch` keeps its host pages until it ends. Only the copy
-would have written the device pages, so a waiter can extend into them at once. A copy past its deadline may still write
-the device pages: the load gets fresh ones and fails, and `LateCopy` keeps the old ones until it ends. So it is when the
-sender of an extend leaves, whose prefill may still write: the old pages are the sender's. If no device page is free, a
-late copy is waited for, since what it brings is as good as before. For a sender that has left nothing can be waited
-for: the waiters start over on other pages.
+What is late may still write, and decides which pages a waiter extends into:
+
+- A fetch past its deadline writes host pages only, which `LateFetch` keeps until it ends. A waiter extends into the
+  device pages at once.
+- A copy past its deadline may write the device pages. The load gets fresh ones and fails, and `LateCopy` keeps the old
+  ones until it ends. If no device page is free, the load waits for the copy.
+- The prefill of a sender that has left may write the device pages. The load gets fresh ones and fails, and the old ones
+  stay with the sender. If no device page is free, the waiters start over on other pages.
 
 Any step may raise. A method that begins a load reverses its own changes; a method that ends one can be called again.
 """

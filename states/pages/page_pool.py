@@ -127,7 +127,7 @@ class PageState(enum.IntEnum):
     """The state of a page, which says what may write to it. The four counts of a pool add up to its size."""
 
     FREE = 0
-    """Nobody's: the next request may take it."""
+    """Without an owner: the next request may take it."""
     OWNED = 1
     """One request's, or one load's, which may write to it."""
     CACHED = 2

@@ -1,10 +1,12 @@
 """Vote on the progress of a room: each rank has one or several prefill ranks of its own.
 
-To the core the group has one writer per room: the room has received what it has on all ranks, has failed if it has on
-one, and is drained when it is on all. While the room is live, the values of its slot are, lowest first: how it failed
-and on which rank; promise not sent; promise sent; first token received. After the request has left the room, the value
-is whether all writers of this rank have stopped. Each span has a slot of its own: twice the number of pages in place,
-plus one at its end.
+The core sees one writer per room: pages count as received when all ranks have them, the room fails if it fails on one
+rank, and it is drained when it is drained on all. The votes are:
+
+    slot of a live room    lowest first: how it failed and on which rank; promise not sent; promise sent; first token
+                           received
+    slot of a left room    whether all writers of this rank have stopped
+    slot of a span         twice the number of pages in place, plus one at its end
 """
 
 from __future__ import annotations

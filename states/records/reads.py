@@ -26,7 +26,7 @@ class Read:
         self.op = op
 
     def was_queued(self, at_s: float, queued_pages: int) -> None:
-        """Note when the read began, and the pages of all reads under way then, its own included."""
+        """Record when the read began, and how many pages were under way then, its own included."""
         self.begun_at_s, self.queued_pages = at_s, queued_pages
 
 

@@ -190,7 +190,7 @@ class Request:
         return component_pages
 
     def look_ahead(self, attachment: int) -> Ahead:
-        """Return the look-ahead reads of the request, which begin if there are none."""
+        """Return the record of the request's look-ahead reads, made at the first call."""
         if self.ahead is None:
             self.ahead = Ahead(attachment=attachment)
         return self.ahead
@@ -574,7 +574,7 @@ class RoomRecord:
         self.spans[0].was_connected(at_s)
 
     def was_aborted(self) -> None:
-        """Note that prefill was told to stop."""
+        """Record that prefill was asked to stop."""
         self.is_aborted = True
 
     def begin_use(self, op: int) -> None:

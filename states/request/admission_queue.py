@@ -1,10 +1,10 @@
 """The queue of requests that wait for device pages: priorities with ageing, bounded head-of-line blocking.
 
-A request ranks by the time of its arrival, less `ageing_s` for each step of its priority. That order does not change
-while requests wait, so it is kept and not computed again for each look. Smaller requests may pass one that does not
-fit `passes_max` times; after that, all requests behind it wait until it fits. A request that is over the quota of its
-prefill only blocks the requests of that prefill: these keep their order, so that it cannot starve, and all others pass
-it freely. A request that has entered the queue, and waits for storage to answer, is in no order yet.
+- *Order.* A request ranks by the time of its arrival, less `ageing_s` for each step of its priority. The order does not
+  change while requests wait. A request that waits for the answer of storage is in no order yet.
+- *Blocking.* Smaller requests may pass one that does not fit `passes_max` times; after that, all requests behind it
+  wait until it fits. A request over the quota of its prefill blocks the requests of that prefill only, so that it does
+  not starve; all others pass it.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Actions:
         request.fallbacks.note(f"{event.cause}: {event.detail}")
         self._restore.leave(request, settled=event.settled)
         if not _has_attempts_left(request, event):
-            # An overloaded worker gets its turns only if those who wait for it ask less often.
+            # An overloaded worker gets its turns only if its waiting requests ask less often.
             late = request.attempts.count + 1 - request.attempts.attempts_max
             pause_s = min(RETRY_PAUSE_S * 2.0 ** min(late, 8), RETRY_PAUSE_MAX_S)
             request.admission.pause(self._state.now_s + pause_s)

@@ -242,7 +242,7 @@ class StorageAdmission(FetchSource):
         return self._state.storage_available and not self.op
 
     def renewal(self) -> int:
-        """Number of the present period: storage is told once in each that a page is in use.
+        """Number of the present period, in each of which storage learns once that a page is in use.
 
         See `StoragePolicy.renew_s`.
         """

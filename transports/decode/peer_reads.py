@@ -110,9 +110,9 @@ class PeerReads:
         """Read pages [first, first + len(pages)) of a prompt from the peer at `address` to host pages.
 
         `packed` are the prompt's tokens, at least those of these pages and, with pairs of tokens, the one behind them;
-        `generation` grows from read to read of the request. After `timeout_s` seconds the peer is told to stop. Returns
-        how many pages are in place, from the first on, and an error, which names the peer; empty if it has sent what it
-        has. By then nothing writes to the pages any more, which may take longer than the timeout.
+        `generation` grows from read to read of the request. After `timeout_s` seconds the peer is asked to stop.
+        Returns how many pages are in place, from the first on, and an error, which names the peer; empty if it has sent
+        what it has. By then nothing writes to the pages any more, which may take longer than the timeout.
         """
         end = first + len(pages)
         tokens = packed[: 4 * end * self._page_size]

@@ -23,7 +23,7 @@ class PromptOffers:
 
     def offer(self, link: PrefillLink[RankLink], offer: wire.OfferPrompt) -> asyncio.Future[wire.PromptTaken]:
         """Offer a prompt, once the link is open. The future has the answer: a refusal if the link cannot be opened, or
-        is lost. Whoever cancels it may forget the offer.
+        is lost. After a cancellation the offer may be forgotten.
         """
         answer: asyncio.Future[wire.PromptTaken] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(link, {})[offer.number] = offer, answer

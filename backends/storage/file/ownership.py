@@ -66,7 +66,7 @@ def check_root(root: Path) -> None:
         )
     if found.st_mode & _WRITABLE_BY_OTHERS:
         raise StorageFailed(
-            f"storage directory {root} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}), who "
+            f"storage directory {root} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}), which "
             f"could replace the KV in it; run: chmod go-w {root}, if you trust what is in it"
         )
     kind = file_system_of(found.st_dev)
@@ -184,8 +184,8 @@ def _refuse_links_of_others(root: Path) -> None:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(root))
         if found.st_uid not in (0, os.geteuid()):
             raise StorageFailed(
-                f"storage directory {root} lies behind {at}, a symbolic link of user {found.st_uid}, who could lead it "
-                "elsewhere; name the directory itself"
+                f"storage directory {root} lies behind {at}, a symbolic link of user {found.st_uid}, which could lead "
+                "it elsewhere; name the directory itself"
             )
         target = Path(os.readlink(at))
         parts.extendleft(reversed(target.parts[1:] if target.is_absolute() else target.parts))

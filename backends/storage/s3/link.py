@@ -63,8 +63,8 @@ class S3Link:
             raise InvalidConfig(f"s3: {_words(error)}") from error
 
     async def get(self, name: str, *, bytes_max: int) -> Bytes | None:
-        """Return an object, None if there is none. Of one that is larger, the first `bytes_max + 1` bytes: anyone who
-        can write to the bucket chooses the size.
+        """Return an object, None if there is none. Of one that is larger, the first `bytes_max + 1` bytes: its
+        size is chosen by every writer of the bucket.
         """
         try:
             found = await obstore.get_async(self._store, name)
