@@ -32,7 +32,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "50% of the time that storage can save; 50 ms while": CODE,
     },
     "docs/vllm-handover.md": {"less than 2 % is not shown": ASKED},
-    "docs/vllm.md": {"switch interval to 0.2 ms and sleeps 0.5 ms": CODE},
 }
 """Parts of lines that are no measured figures, by page, and what they are."""
 
