@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import subprocess
@@ -56,6 +57,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         # While the workers collect, so that no test waits for its imports.
         threading.Thread(target=warm_python.executable, daemon=True).start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector off what imports and collected tests allocate: it stays until the process ends.
+
+    Otherwise each full collection of each test visits it, which takes a tenth of the suite's time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 PAGE_SIZE = LAYOUT.page_size
