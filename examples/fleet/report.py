@@ -9,8 +9,6 @@ from statistics import median
 
 import msgspec
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -205,6 +203,10 @@ def print_table(console: Console, runs: Sequence[Run]) -> None:
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Write a picture over time: hit rate, share of the busiest worker, time to first token, and what was done."""
+    # A second of imports that runs without a picture do without.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 8), layout="constrained")
     rows = (
         ("hits", "% of prompt tokens\nin the worker's memory", 100.0),

@@ -8,12 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
 from demo.model import ModelShape, build_llama, generate_in_one_process
 from tests.support import warm_python
@@ -30,7 +31,9 @@ class Service:
         self.process = process
         self.url = url
         self.model = model
-        self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        self.openai = import_module("openai").OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+        )
         self._http = httpx.Client(base_url=url, timeout=WAIT_S)
 
     def get(self, path: str) -> Any:
@@ -106,6 +109,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"service", "serving"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def openai() -> ModuleType:
+    """The client's module: a second of imports, in workers that use a service only."""
+    return import_module("openai")
 
 
 Serving = Callable[..., AbstractContextManager[Service]]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -130,7 +129,7 @@ def test_chats_that_outgrow_memory_are_resumed_with_equal_text(service, reply) -
         ([said("user", "a" * 900)], {}, "more than this worker can hold"),
     ],
 )
-def test_a_chat_that_cannot_be_answered_is_refused_in_words(service, messages, options, words: str) -> None:
+def test_a_chat_that_cannot_be_answered_is_refused_in_words(service, openai, messages, options, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         ask(service, messages, **options)
 
