@@ -17,7 +17,7 @@ from tests.support.waits import LIMIT_S
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 BUSY_PROCESSES = 6
-WAVES, REQUESTS = 4, 12
+WAVES, REQUESTS = 2, 12
 DEADLINE_S = 30.0
 DEFAULTS = {"heartbeat_s": 0.5, "peer_silence_s": 2.0, "retries_late": True}
 """Those of an embedder who sets nothing; other tests are more patient, and do not try again."""
