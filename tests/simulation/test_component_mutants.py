@@ -41,7 +41,7 @@ def mutant(words: str, *, first_seed: int = 1) -> Callable[[Mutant], Mutant]:
     return enter
 
 
-@mutant(r"to which room .* still writes|which is being written|is free|is being written by")
+@mutant(r"to which room .* still writes|which is being written|is free|is being written by", first_seed=3)
 def components_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         original(self, room, settled=settled)
@@ -55,7 +55,7 @@ def components_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rooms, "leave", leave)
 
 
-@mutant(r"holds \d+ instead of", first_seed=16)
+@mutant(r"holds \d+ instead of", first_seed=18)
 def a_shared_record_is_not_cloned(patch: pytest.MonkeyPatch) -> None:
     original = ComponentRestore._copy
 
@@ -68,7 +68,7 @@ def a_shared_record_is_not_cloned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ComponentRestore, "_copy", copy)
 
 
-@mutant(r"is free|to which .* still writes|waits for|is being written|is being read", first_seed=28)
+@mutant(r"is free|to which .* still writes|waits for|is being written|is being read", first_seed=41)
 def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> None:
     def leave(self: ComponentRestore, request: Request) -> None:
         if request.component_pages is not None:
@@ -79,12 +79,12 @@ def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> No
     patch.setattr(ComponentRestore, "leave", leave)
 
 
-@mutant(r"KeyError|holds|is not the end of what is needed")
+@mutant(r"KeyError|holds|is not the end of what is needed", first_seed=7)
 def a_window_with_a_hole_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(storage, "gap", lambda first, end, here: max((at + 1 for at in here), default=first))
 
 
-@mutant(r"to which .* still writes|is being written by|which is free|holds \d+ instead of|holds garbage")
+@mutant(r"to which .* still writes|is being written by|which is free|holds \d+ instead of|holds garbage", first_seed=7)
 def a_loaded_window_uses_pages_that_prefill_writes(patch: pytest.MonkeyPatch) -> None:
     def promise(self: ComponentRestore, request: Request) -> tuple[ComponentPages, ...]:
         held = request.component_pages
@@ -112,7 +112,7 @@ def the_source_of_a_tail_backup_is_not_locked(patch: pytest.MonkeyPatch) -> None
     patch.setattr(ComponentBackups, "begin", begin)
 
 
-@mutant(r"holds \d+ instead of|holds garbage", first_seed=51)
+@mutant(r"holds \d+ instead of|holds garbage", first_seed=64)
 def a_failed_copy_of_a_tail_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
     original = ComponentRestore.copied
     patch.setattr(ComponentRestore, "copied", lambda self, component_pages, error: original(self, component_pages, ""))
@@ -123,7 +123,10 @@ def a_request_is_ready_before_its_tails_are_copied(patch: pytest.MonkeyPatch) ->
     patch.setattr(Request, "waits_for_components", property(lambda self: False))
 
 
-@mutant(r"is not guarded by|guards reach into|has pages outside|pages kept|counted|not such a receipt|owned to cached")
+@mutant(
+    r"is not guarded by|guards reach into|has pages outside|pages kept|counted|not such a receipt|owned to cached",
+    first_seed=7,
+)
 def a_split_forgets_the_tails_above_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ComponentTier, "split", lambda self, upper, lower: None)
 
@@ -139,7 +142,7 @@ def a_page_that_is_evicted_leaves_its_components(patch: pytest.MonkeyPatch) -> N
     patch.setattr(ComponentIndex, "__init__", init)
 
 
-@mutant(r"holds garbage|holds 0 instead of", first_seed=51)
+@mutant(r"holds garbage|holds 0 instead of", first_seed=63)
 def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
     original = ComponentStorage.fetched
     patch.setattr(
@@ -147,7 +150,7 @@ def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyP
     )
 
 
-@mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=270)
+@mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=279)
 def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
     def give_up(self: ComponentStorage, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         self._storage.fetch_over(fetch)
