@@ -34,8 +34,6 @@ from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, TypeVar
 
-from transitions import MachineError
-
 from tidekv.states import events
 from tidekv.states.backup.backups import Backups
 from tidekv.states.backup.found_pages import FoundPages
@@ -65,7 +63,7 @@ from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import PlanSources, Restore
-from tidekv.states.request.table import Rules, build_machine, has_rows, takes
+from tidekv.states.request.table import Rules, build_machine
 from tidekv.states.storage.admission import StorageAdmission
 from tidekv.states.storage.peer_fetches import PeerFetches
 from tidekv.states.storage.taken_prompts import TakenPrompts
@@ -154,7 +152,7 @@ class Core:
         """Requests that this step has admitted."""
         self._arrivals = 0
         self._queues = tuple(each.queue(self) for each in CONSEQUENCES)
-        self._triggers = build_machine(
+        self.rows = build_machine(
             Rules(
                 restore=self.restore,
                 lending=self.lending,
@@ -338,7 +336,7 @@ class Core:
             self.state.pages_were_freed()  # Its pause is over, or another request of its lane had one.
         elif room is None or at_s < room.answer_due_s or room.aux_from or any(span.cursors for span in room.spans):
             return
-        elif has_rows(request, events.PrefillLost):
+        elif request.state.name in self.rows[events.PrefillLost]:
             words = f"{request.prefill} has sent nothing within its share of the request's time; the next one is asked"
             self.fire(request, _prefill_lost(at_s, PrefillCause.SILENT, words))
 
@@ -404,38 +402,31 @@ class Core:
         If the row raises, fire TransitionRaised. Raises IllegalEvent, having changed nothing, if the table has no row
         for the event in the request's state.
         """
-        before = request.state
+        before, kind = request.state, type(event)
+        rows = self.rows[kind].get(before._name_)
+        if rows is None:
+            raise IllegalEvent(f"{kind.__name__} in {before.value} of {request!r}: no such row")
         try:
-            done = self._triggers[type(event)](request, request, event)
-        except MachineError as error:
-            raise IllegalEvent(f"{type(event).__name__} in {before.value} of {request!r}: no such row") from error
+            for only_if, take in rows:
+                if only_if is None or only_if(request, event):
+                    if take is not None:
+                        take(request, event)
+                    break
+            else:
+                return False
         except BrokenInvariant:
             raise
         except Exception:
-            self._raised(request, event, type(event).__name__)
+            self._raised(request, event, kind.__name__)
             return True
-        if done:
-            if type(event) in MAY_MOVE_ON:
-                self.state.request_changed(request)
-            after = request.state
-            if request.fallbacks.raises:
-                request.fallbacks.step_succeeded(before.value, type(event).__name__)
-            if after is not before:
-                self.moves.append((request.request_id, after))
-        return done
-
-    def _fire_due(self, request: Request, event: Event) -> bool:
-        """Fire an event if a row would be taken: most visits of a request find nothing that is due, and a trigger
-        costs more than its guards. Returns whether a row was taken.
-        """
-        try:
-            is_due = takes(request, event)
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self._raised(request, event, type(event).__name__)
-            return True
-        return is_due and self.fire(request, event)
+        if kind in MAY_MOVE_ON:
+            self.state.request_changed(request)
+        if request.fallbacks.raises:
+            request.fallbacks.step_succeeded(before.value, kind.__name__)
+        after = request.state
+        if after is not before:
+            self.moves.append((request.request_id, after))
+        return True
 
     def _raised(self, request: Request, event: Event | None, taking: str) -> None:
         """Handle the exception that a rule of this request raised on `event`. Call it in the `except` block.
@@ -517,15 +508,16 @@ class Core:
         if state.requests.get(request.request_id) is not request:
             # The request ended, and its id may be in use again.
             return
-        at_s = state.now_s
-        if has_rows(request, events.PlanDue):
-            self._fire_due(request, events.PlanDue(at_s=at_s))
+        # An event is fired only where the table has rows for it.
+        if request.state._name_ in self.rows[events.PlanDue]:
+            self.fire(request, events.PlanDue(at_s=state.now_s))
         if self.component_pages is not None:
             self.component_pages.shared_ends.look(request)
-        if has_rows(request, events.Progressed):
-            progressed = events.Progressed(at_s=at_s)
-            while self._fire_due(request, progressed):
-                if not has_rows(request, events.Progressed):
+        progressing = self.rows[events.Progressed]
+        if request.state._name_ in progressing:
+            progressed = events.Progressed(at_s=state.now_s)
+            while self.fire(request, progressed):
+                if request.state._name_ not in progressing:
                     return
             if request.is_planned:
                 # An action may have marked the request dirty, but it has just been moved as far as it can. A request
@@ -536,7 +528,7 @@ class Core:
             if request.early.is_wanted:
                 state.run_guarded(partial(self.early.look, request))
         elif request.waits_for_admission:
-            self._fire_due(request, events.StorageDue(at_s=at_s))
+            self.fire(request, events.StorageDue(at_s=state.now_s))
             if not request.answer.is_awaited:
                 self.queue.line_up(request)
                 state.pages_were_freed()
@@ -557,7 +549,7 @@ class Core:
         if self.state.reclaimable_loads or self.loads.has_settled:
             self.state.run_guarded(self.loads.free_settled_reclaiming)
         self.state.begin_admission()
-        if self.admitted == PART_MAX or self._runs_as_many_as_may():
+        if self.admitted == PART_MAX or not self.queue or (self.settings.running_max and self._runs_as_many_as_may()):
             return
         passed: list[Admission] = []
         for request in self.queue.candidates(self.state.now_s):
@@ -581,8 +573,7 @@ class Core:
 
     def _runs_as_many_as_may(self) -> bool:
         """Whether no further request may leave the queue, whose first one then waits for the end of another."""
-        limit = self.settings.running_max
-        if not limit or self.running < limit:
+        if self.running < self.settings.running_max:
             return False
         first = next(self.queue.candidates(self.state.now_s), None)
         if first is not None and first.admission.wait_to_run():

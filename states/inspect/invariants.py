@@ -35,7 +35,6 @@ from tidekv.states.records.request import Load, RequestComponents
 from tidekv.states.records.stages import ComponentStage, Stage
 from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.restore import LateRecomputation, Recomputation
-from tidekv.states.request.table import takes
 from tidekv.states.storage.admission import StorageQuery
 from tidekv.states.storage.fetch_source import LateFetch
 from tidekv.states.types import FULL, PageIds, page_ids, without
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from tidekv.states.records.request import Request
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.lending import Lending
+    from tidekv.states.request.table import BoundRows
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.storage.peer_fetches import PeerFetches
@@ -74,6 +74,7 @@ class Parts(Protocol):
     lending: Lending
     offers: Offers
     store_all: StoreAll
+    rows: BoundRows
 
     @property
     def running(self) -> int:
@@ -101,7 +102,9 @@ def audit_core(core: Parts) -> None:
     progressed = events.Progressed(at_s=core.state.now_s)
     for request in core.state.requests.values():
         _check_request(core, request)
-        _require(not takes(request, progressed), f"{request} could move on, but was not visited")
+        due = core.rows[events.Progressed].get(request.state.name, ())
+        can_move_on = any(only_if is None or only_if(request, progressed) for only_if, _ in due)
+        _require(not can_move_on, f"{request} could move on, but was not visited")
     state = core.state
     _require(
         not (

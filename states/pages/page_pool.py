@@ -270,6 +270,8 @@ class PagePool:
             raise BrokenInvariant(f"pool {self.name!r}: the free list does not hold each free page once")
 
     def _move(self, pages: PageIds, source: int, target: int) -> None:
+        if not pages:
+            return
         if not self._conditions.change(pages, source, target):
             raise self._refusal(pages, source, target)
         count = len(pages)

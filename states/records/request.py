@@ -168,8 +168,9 @@ class Request:
         self.deadline_at_s = at_s
 
     def begin_generation(self) -> None:
-        """Begin a new generation: what the last one has under way is not of this request any more."""
+        """Begin a new generation without a plan: what the last one has under way is not of this request any more."""
         self.generation += 1
+        self.forget_plan()
 
     def enter_room(self, room: RoomRecord) -> None:
         """Note the room that prefill writes to."""

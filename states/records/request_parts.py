@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import NO_PAGES, PageIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ class Admission:
 
     __slots__ = (
         "charged",
+        "charged_to",
         "has_asked",
         "has_spared_storage",
         "over_quota",
@@ -56,6 +57,8 @@ class Admission:
         """Whether it was first in the queue while as many requests ran as may."""
         self.charged = 0
         """Pages that its prefill is charged with, from the grant until READY."""
+        self.charged_to = ""
+        """That prefill, or "" if the caller computes the rest."""
         self.retry_at_s = 0.0
         """When it may leave the queue again, after its prefill was late, or host memory had no room for it."""
         self.has_asked = False
@@ -101,14 +104,15 @@ class Admission:
         is_first, self.waited_for_quota = not self.waited_for_quota, True
         return is_first
 
-    def charge(self, pages: int) -> None:
+    def charge(self, prefill: str, pages: int) -> None:
         """Add pages that its prefill was charged with; a negative number takes them off."""
+        self.charged_to = prefill
         self.charged += pages
 
-    def discharge(self) -> int:
-        """Set the charge to 0 and return it."""
+    def discharge(self) -> tuple[str, int]:
+        """Set the charge to 0; return its prefill and what it was."""
         charged, self.charged = self.charged, 0
-        return charged
+        return self.charged_to, charged
 
 
 class StorageAnswer:
@@ -186,12 +190,14 @@ class Holdings:
 
     def __init__(self) -> None:
         self.lock: Receipt | None = None
+        """On the device pages of its prompt that are in the tree."""
         self.pin: Receipt | None = None
-        self.own: PageIds = page_ids()
+        """On those in host memory behind them, from the grant to the plan; None if there are none."""
+        self.own: PageIds = NO_PAGES[:]
         """Device pages of the prompt that are not in the tree."""
-        self.table: PageIds = page_ids()
+        self.table: PageIds = NO_PAGES[:]
         """The page table of a READY request."""
-        self.reserve: PageIds = page_ids()
+        self.reserve: PageIds = NO_PAGES[:]
         """Device pages for the tokens that it will generate."""
         self.inserted: InsertResult | None = None
         """The result of inserting the request's pages in the tree, until the rest of `Restore.keep` is done."""
@@ -202,6 +208,8 @@ class Holdings:
 
     def lock_at(self, index: PrefixIndex, node: Node) -> None:
         """Lock the path to `node`, instead of the path that is locked."""
+        if self.lock is not None and self.lock.node is node:
+            return
         # New lock first: if it is refused, the request keeps the old one.
         lock = index.lock(node)
         if self.lock is not None:
@@ -263,18 +271,18 @@ class Holdings:
 
     def give_up_own(self) -> PageIds:
         """Return its own pages, which the caller of this method owns from now on."""
-        pages, self.own = self.own, page_ids()
+        pages, self.own = self.own, NO_PAGES[:]
         return pages
 
     def give_up_reserve(self) -> PageIds:
         """Return the reserve, which the caller of this method owns from now on."""
-        pages, self.reserve = self.reserve, page_ids()
+        pages, self.reserve = self.reserve, NO_PAGES[:]
         return pages
 
     def give_back_own(self, pool: PagePool) -> None:
         """Free its own pages."""
         pool.give_back(self.own)
-        self.own = page_ids()
+        self.own = NO_PAGES[:]
 
     # --- READY ---
 
@@ -302,7 +310,7 @@ class Holdings:
         if duplicates:
             pool.give_back(self.own[:duplicates])
             self.own = self.own[duplicates:]
-            self.inserted = msgspec.structs.replace(self.inserted, duplicates=page_ids())
+            self.inserted = msgspec.structs.replace(self.inserted, duplicates=NO_PAGES[:])
 
     def entered(self) -> None:
         """Note that everything about the insertion is done."""

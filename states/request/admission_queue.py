@@ -62,11 +62,10 @@ class Queue:
 
     def add(self, request: Request) -> None:
         """Line up a request, in order of arrival: one that returns to the queue gets its former place."""
-        rank, line = self._rank(request), self._lines.get(request.prefill, [])
+        rank, line = self._rank(request), self._lines.setdefault(request.prefill, [])
         if not line or rank < line[0]:
             self._replace_first(line, rank)
         insort(line, rank)
-        self._lines[request.prefill] = line
         self._count += 1
 
     def remove(self, request: Request) -> None:
@@ -74,7 +73,8 @@ class Queue:
         if request in self._entered:
             del self._entered[request]
             return
-        line = self._lines[request.prefill]
+        prefill = request.prefill
+        line = self._lines[prefill]
         at = bisect_left(line, self._rank(request))
         assert line[at].request is request, "a request in the queue changes its rank by `move` only"
         if not at:
@@ -82,7 +82,7 @@ class Queue:
         del line[at]
         self._count -= 1
         if not line:
-            del self._lines[request.prefill]
+            del self._lines[prefill]
 
     def move(self, request: Request, priority: int) -> None:
         """Give a request that waits another priority; its place among those is that of its arrival."""

@@ -217,9 +217,10 @@ class Restore:
         pages = state.device.take(needed)
         request.held.take(pages[: needed - reserve], pages[needed - reserve :])
         state.quota.charge(charged_to, charge)
-        request.admission.charge(charge)
-        # The pin keeps the host part from eviction until `fix_plan` starts its copies.
-        request.held.pin_at(state.index, match.host_node)
+        request.admission.charge(charged_to, charge)
+        if match.host_node is not match.device_node:
+            # The pin keeps the host part from eviction until `fix_plan` starts its copies.
+            request.held.pin_at(state.index, match.host_node)
         request.held.match(match.device_pages)
         # Pages that another request is loading count as matched; this request waits for the same loads.
         for load, page_count in self._loads_on(match.device_node).items():
@@ -272,7 +273,8 @@ class Restore:
         # shrunk, since it is locked.
         surplus = len(request.held.own) - (request.page_count - match.device_pages)
         assert surplus >= 0, "the locked match is shorter than at the grant"
-        assert request.held.lock is not None and request.held.pin is not None
+        lock = request.held.lock
+        assert lock is not None
         plan = Plan(match, request.held.own[surplus:])
         request.sources.decline("", 0)
         shared = self._loads_on(plan.node)
@@ -293,24 +295,28 @@ class Restore:
                     # Copies run one after the other, and the first layer is of no use without the component pages.
                     state.store_components_first(commands_before)
             published = self._shared.publish(request, plan, undo)
-            # Take the longer lock before releasing the shorter one: whichever call raises, the pages stay protected.
-            lock = state.index.lock(plan.node if published is None else published.nodes[-1])
-            undo.callback(state.index.unlock, lock)
-            state.index.unlock(request.held.lock)
-            undo.callback(request.held.relock, state.index, request.held.lock.node)
-            state.index.unpin(request.held.pin)
-            undo.callback(request.held.pin_at, state.index, request.held.pin.node)
-            charged = request.recompute.withheld_by(request.prefill)
-            state.quota.discharge(charged, surplus)
-            undo.callback(state.quota.charge, charged, surplus)
-            state.device.give_back(request.held.own[:surplus])
-            # The pool takes the pages given back last first, so this returns the same pages.
-            undo.callback(state.device.take, surplus)
+            node, pin = plan.node if published is None else published.nodes[-1], request.held.pin
+            if node is not lock.node:
+                # The longer lock first: whichever call raises, the pages stay protected.
+                before, lock = lock, state.index.lock(node)
+                undo.callback(state.index.unlock, lock)
+                state.index.unlock(before)
+                undo.callback(request.held.relock, state.index, before.node)
+            if pin is not None:
+                state.index.unpin(pin)
+                undo.callback(request.held.pin_at, state.index, pin.node)
+            if surplus:
+                charged = request.admission.charged_to
+                state.quota.discharge(charged, surplus)
+                undo.callback(state.quota.charge, charged, surplus)
+                state.device.give_back(request.held.own[:surplus])
+                # The pool takes the pages given back last first, so this returns the same pages.
+                undo.callback(state.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
             undo.keep()
         # Only field and dictionary updates from here on: the request takes over what the plan has started.
-        request.admission.charge(-surplus)
         if surplus:
+            request.admission.charge(request.admission.charged_to, -surplus)
             state.pages_were_freed()
         # The answer is used up: if what it promised is not delivered, the next plan needs another one.
         request.answer.forget_time()
@@ -561,17 +567,15 @@ class Restore:
         if self._component_pages is not None:
             self._component_pages.leave(request)
         state.device.give_back(request.held.reserve)
+        request.held.give_up_reserve()
         self._discharge(request)
         self._storage.leave_query(request)
         state.preempted.pop(request, None)
         state.unserved.pop(request, None)
-        request.forget_plan()
-        state.pages_were_freed()
 
     def _discharge(self, request: Request) -> None:
         """End the charge of the request: its prefill does not delay it any more."""
-        charged = request.recompute.withheld_by(request.prefill)
-        self._state.quota.discharge(charged, request.admission.discharge())
+        self._state.quota.discharge(*request.admission.discharge())
         # Another request of the same prefill may be within its quota now.
         self._state.pages_were_freed()
 
@@ -592,6 +596,7 @@ class Restore:
         """Give a grant back after an exception of a waiting request, which waits on without storage."""
         self.give_up(request, event, "nothing" if request.recompute.is_chosen else "storage")
         self.leave(request, settled=True)
+        request.forget_plan()
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
         """Let the receipt of a chunk or a commit that raised be repeated; the commit then caches nothing."""

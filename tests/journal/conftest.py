@@ -295,16 +295,18 @@ def play_of_rows(tmp_path: Path) -> Callable[[dict[str, Any]], set[tuple[str, St
     taken = set()
 
     def watch(core: Core) -> None:
-        for trigger, pull in list(core._triggers.items()):
-
-            def pulled(request: Any, *given: Any, trigger: str = trigger.__name__, pull: Any = pull) -> Any:
+        def noted(kind: type[events.Event], take: Callable[..., None]) -> Callable[..., None]:
+            def take_and_note(request: Any, event: events.Event) -> None:
                 before = request.state
-                done = pull(request, *given)
+                take(request, event)
                 if request.request_id == "r1":
-                    taken.add((trigger, before, request.state))
-                return done
+                    taken.add((kind.__name__, before, request.state))
 
-            core._triggers[trigger] = pulled
+            return take_and_note
+
+        for kind, by_state in core.rows.items():
+            for rows in by_state.values():
+                rows[:] = [(only_if, take and noted(kind, take)) for only_if, take in rows]
 
     def run(rows: dict[str, Any]) -> set[tuple[str, State, State]]:
         for name, (inject, _, _) in rows.items():

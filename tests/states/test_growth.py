@@ -15,7 +15,7 @@ from tidekv.states.settings import CoreSettings
 
 Wanted = TypeVar("Wanted", bound=Command)
 PAGES = 8
-CALLS = 818
+CALLS = 700
 """Calls of functions that a core makes for one request without host memory and storage."""
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from transitions import Event as LibraryEvent
-from transitions import Machine, Transition
+from transitions import Machine
 
 from simulation.rig import Rig
 from tests.support.rule_classes import CLASSES
@@ -16,7 +15,7 @@ from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
 from tidekv.states.records.request import Request
 from tidekv.states.records.stages import State
-from tidekv.states.request.table import CHANGING, LIVE, TRANSITIONS, diagram
+from tidekv.states.request.table import LIVE, TRANSITIONS, diagram
 from tidekv.states.storage_policy import StoragePolicy
 
 KINDS = [
@@ -103,36 +102,39 @@ def test_every_state_takes_every_event_as_the_table_says(state: State, kind: typ
     rig.core.check()
 
 
-def test_the_core_runs_the_machine_of_the_library_where_a_state_can_change() -> None:
-    triggers = Rig().core._triggers
-    fired = [triggers[kind].__self__ for kind in CHANGING]  # type: ignore[attr-defined]  # Methods.
-    assert {type(event) for event in fired} == {LibraryEvent}
-    assert {type(event.machine) for event in fired} == {Machine}
-    transitions = [one for event in fired for ones in event.transitions.values() for one in ones]
-    assert {type(one) for one in transitions} == {Transition}
+def test_the_machine_of_the_library_makes_each_change_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    set_state = Machine.set_state
+
+    def noted(machine: Machine, state: str, model: Request) -> None:
+        made.append(state)
+        set_state(machine, state, model)
+
+    monkeypatch.setattr(Machine, "set_state", noted)
+    rig = Rig()
+    rig.bring(State.READY)
+    assert made == ["MATCH", "TRANSFER", "READY"]
 
 
-def triggers_of(rig: Rig, run: Callable[[], object]) -> list[tuple[str, bool]]:
-    """Names of the events that `run` fires at the machine, and whether a row was taken."""
-    triggers, fired = rig.core._triggers, list[tuple[str, bool]]()
-    before = dict(triggers)
+def taken_by(rig: Rig, run: Callable[[], object]) -> list[str]:
+    """Names of the events of which `run` takes a row of the machine, in order."""
+    taken = list[str]()
 
-    def counted(kind: type[Event]) -> Callable[..., bool]:
-        def trigger(*given: object) -> bool:
-            is_taken = before[kind](*given)  # type: ignore[arg-type]  # What the core gives.
-            fired.append((kind.__name__, is_taken))
-            return is_taken
+    def noted(kind: type[Event], take: Callable[..., None]) -> Callable[..., None]:
+        def take_and_note(*given: object) -> None:
+            take(*given)
+            taken.append(kind.__name__)
 
-        return trigger
+        return take_and_note
 
-    triggers.update({kind: counted(kind) for kind in before})
+    for kind, by_state in rig.core.rows.items():
+        for rows in by_state.values():
+            rows[:] = [(only_if, take and noted(kind, take)) for only_if, take in rows]
     run()
-    triggers.update(before)
-    return fired
+    return taken
 
 
-def test_a_request_triggers_the_machine_once_for_each_fact_and_each_state() -> None:
-    """19 triggers of the library before guards were asked first, and 12 before it ran changes of the state only."""
+def test_a_request_takes_one_row_for_each_fact_and_each_state() -> None:
     rig = Rig(device_pages=64, host_pages=64)
     rig.make_cached("warm", b"abcdefgh")
 
@@ -147,14 +149,10 @@ def test_a_request_triggers_the_machine_once_for_each_fact_and_each_state() -> N
         rig.take(commands.ReportReady)
         rig.finish("a", b"abcdefgh" + b"ijklmnopqrstuvwx")
 
-    fired = triggers_of(rig, run)
-    assert [name for name, _ in fired] == [
+    assert taken_by(rig, run) == [
         "StorageDue", "Granted", "PlanDue", "Progressed", "PromiseSent", *["ChunkReceived"] * 4, "AuxReceived",
         "Progressed", "FinishRequested",
     ]  # fmt: skip
-    assert all(is_taken for _, is_taken in fired)
-    changing = {kind.__name__ for kind in CHANGING}
-    assert [name for name, _ in fired if name in changing] == ["Granted", "Progressed", "Progressed"]
 
 
 def test_a_guard_that_raises_falls_back_as_an_action_does(monkeypatch: pytest.MonkeyPatch) -> None:
