@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 
-from tidekv.engine.journal.digest import STATE_PARTS
+from tidekv.engine.journal.digest import COVERED_TURNS, STATE_PARTS
 from tidekv.engine.journal.format import (
     JOURNAL_VERSION,
     EndLine,
@@ -44,10 +44,11 @@ tidekv.states.events` describes the {events} types.
 **Checksums.** Every line ends in `"sum"`: the XXH32 of the line without `,"sum":"…"`, seeded with the sum of the line
 before (0 for the first). A changed, lost, repeated or moved line is reported at that line (`JournalDamaged`).
 
-**Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's effects (moves, commands and evictions),
-and behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
-`parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first event from which something
-else follows, and `ReplayDiverged` names it.
+**Digests.** They cover one turn in {covered_turns}, and each turn from the first raise or error in it on. `digest` is
+XXH3-64, rolling: over the MessagePack of each step's effects (moves, commands and evictions), and behind the turn over
+the number of effects so far and the numbers of each part of the state ({parts}, and each tier of each component).
+`checks` and `parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first covered event
+or turn that differs, at most {covered_turns} turns behind the first that did, and `ReplayDiverged` names it.
 
 **Raises.** A rule that raises does not end a journal: the replay raises at the same instruction and goes on; with other
 code, or another version of Python, it may diverge there. An exception that left `Core.step` stands in `errors`.
@@ -84,6 +85,7 @@ def journal_document() -> str:
             events=len(event_types()),
             example=_example(),
             parts=", ".join(STATE_PARTS),
+            covered_turns=COVERED_TURNS,
             digest_bytes=DIGEST_BYTES,
             coalesce_s=COALESCE_S,
             close_s=CLOSE_S,

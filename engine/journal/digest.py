@@ -1,7 +1,8 @@
 """Digests of a core's decisions and state, to compare two cores event by event and part by part.
 
-`StepDigest` rolls one 64-bit number over every move, command and eviction of a core, and at the end of each turn over
-the pools of each part of its state. Page keys are excluded: a journal holds other keys than its run had.
+`StepDigest` rolls one 64-bit number over the moves, commands and evictions of each covered step of a core, and at the
+end of each covered turn over how many there were in all and the pools of each part of its state. Page keys are
+excluded: a journal holds other keys than its run had.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ if TYPE_CHECKING:
     from tidekv.states.records.loan import Loan
     from tidekv.states.records.stages import State
 
-STATE_PARTS = ("index", "device pool", "host pool")
-"""Parts of the state with a digest after each turn; each tier of each component follows."""
+COVERED_TURNS = 8
+"""One turn in so many is covered, and each from its first raise or error on: a replay that goes another way is
+found at most so many turns later. Digests of every turn cost a third of a journal; of one in eight, less than encoding
+its events, so that a larger number saves little more.
+"""
+STATE_PARTS = ("steps", "index", "device pool", "host pool")
+"""Parts of the state with a digest after each covered turn; each tier of each component follows."""
 POOL_NUMBERS = ("free", "owned", "cached", "draining", "protected", "receipts", "next")
 """Numbers of a pool: pages by state, cached pages that must stay, locks and pins, the next free page (-1: none)."""
 _pack_pool = struct.Struct("<7q").pack
-_pack_tick = struct.Struct("<q").pack
+_pack_number = struct.Struct("<q").pack
+_pack_steps = struct.Struct("<3q").pack
 # Pages are arrays, which msgspec cannot encode.
 _encode = msgspec.msgpack.Encoder(enc_hook=bytes).encode
 
@@ -52,11 +59,15 @@ class Followed(NamedTuple):
 
 
 class StepDigest:
-    """Rolling digest of one core from its first step on. Call `stepped` after each step, `end_turn` after each turn."""
+    """Rolling digest of one core from its first step on. Call `stepped` after each step, `end_turn` after each
+    covered turn.
+    """
 
     def __init__(self, core: Core) -> None:
         self.value = 0
         """The rolling digest."""
+        self._moved = self._given = self._left = 0
+        """Moves, commands and evictions of all steps."""
         self._core = core
         index, components = core.state.index, core.state.components
         self._tree = index.tree
@@ -73,10 +84,15 @@ class StepDigest:
         self._evicted: list[tuple[str, int, int]] = []
         index.on_evict.append(self._note_eviction)
 
-    def stepped(self, commands: Sequence[Command]) -> int:
+    def stepped(self, commands: Sequence[Command], *, is_covered: bool = True) -> int:
         """Add the core's last step; returns its check (see `TurnLine.checks`)."""
         moves, evicted = self._core.moves, self._evicted
-        if not (moves or commands or evicted):
+        self._moved += len(moves)
+        self._given += len(commands)
+        if evicted:
+            self._left += len(evicted)
+            self._evicted = []
+        if not (is_covered and (moves or commands or evicted)):
             return 0
         for command in commands:
             if type(command) in WITH_TEXTS:
@@ -84,8 +100,6 @@ class StepDigest:
                 commands = [_without_texts(command) for command in commands]
                 break
         self.value = value = xxh3_64_intdigest(_encoded((moves, commands, evicted)), self.value)
-        if evicted:
-            self._evicted = []
         return value & 0xFFFF
 
     def followed(self, commands: list[Command]) -> Followed:
@@ -94,8 +108,10 @@ class StepDigest:
 
     def end_turn(self) -> list[int]:
         """Add the pools of all parts; returns 16 bits of each part (see `parts`)."""
-        value = xxh3_64_intdigest(_pack_tick(self._tree.tick), self.value)
+        value = xxh3_64_intdigest(_pack_steps(self._moved, self._given, self._left), self.value)
         found = [value & 0xFFFF]
+        value = xxh3_64_intdigest(_pack_number(self._tree.tick), value)
+        found.append(value & 0xFFFF)
         for pool, tier in self._pools:
             free = pool.free_pages
             numbers = _pack_pool(*pool.counts, tier.protected, tier.receipts, free[-1] if free else -1)
@@ -106,8 +122,9 @@ class StepDigest:
 
     def pools(self) -> dict[str, dict[str, int]]:
         """Return the numbers of each part, by name."""
-        found = {self.parts[0]: {"tick": self._tree.tick}}
-        for name, (pool, tier) in zip(self.parts[1:], self._pools, strict=True):
+        steps = {"moves": self._moved, "commands": self._given, "evictions": self._left}
+        found = {self.parts[0]: steps, self.parts[1]: {"tick": self._tree.tick}}
+        for name, (pool, tier) in zip(self.parts[2:], self._pools, strict=True):
             free = pool.free_pages
             numbers = (*pool.counts, tier.protected, tier.receipts, free[-1] if free else -1)
             found[name] = dict(zip(POOL_NUMBERS, numbers, strict=True))

@@ -365,12 +365,14 @@ class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
     """Time of the core after the last event, in monotonic seconds."""
     took: list[EventRecord]
     """The events, each as `[type, field, …]`."""
-    checks: list[int]
-    """By event: 16 bits of the digest after its effects, which are moves, commands and evictions; 0 if it has none."""
-    parts: list[int]
+    checks: list[int] = []
+    """By event: 16 bits of the digest after its effects, which are moves, commands and evictions; 0 if it has none, or
+    is not covered. Absent like the next two if the turn is not covered (`tidekv.engine.journal.digest.COVERED_TURNS`).
+    """
+    parts: list[int] = []
     """16 bits of a digest of each part of the state after the turn."""
-    digest: str
-    """64 bits, rolling: every move, command, eviction and part of the state since the start of the run."""
+    digest: str = ""
+    """64 bits, rolling: the moves, commands, evictions and parts of the state that were covered since the start."""
     raises: list[RaiseRecord] = []
     """Rules that raised."""
     errors: list[ErrorRecord] = []

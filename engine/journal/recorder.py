@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from tidekv.engine.journal.digest import StepDigest, final_state
+from tidekv.engine.journal.digest import COVERED_TURNS, StepDigest, final_state
 from tidekv.engine.journal.format import (
     JOURNAL_VERSION,
     ArrivalRecord,
@@ -118,6 +118,8 @@ class Recorder:
         """Number of turns ended and of events taken."""
         self._core = core
         self._digest = StepDigest(core)
+        self._is_covered = True
+        """Whether the digests cover what follows in this turn, see `COVERED_TURNS`."""
         self._took: list[EventRecord] = []
         self._checks: list[int] = []
         self._raises: list[RaiseRecord] = []
@@ -153,7 +155,9 @@ class Recorder:
     def stepped(self, event: Event, given: Sequence[Command], error: str = "") -> None:
         """Add the core's last step. With `error`, its exception is being handled."""
         self._took.append(event)
-        self._checks.append(self._digest.stepped(given))
+        if error:
+            self._is_covered = True
+        self._checks.append(self._digest.stepped(given, is_covered=self._is_covered))
         if type(event) in WITH_KEYS:
             self._keyed.append(len(self._took) - 1)
         if error:
@@ -170,20 +174,21 @@ class Recorder:
         took = self._took
         if not took:
             return None
-        parts = self._digest.end_turn()
+        is_covered = self._is_covered
         line = TurnLine(
             turn=self.turns,
             at_s=self._core.state.now_s,
             took=took,
-            checks=self._checks,
-            parts=parts,
-            digest=f"{self._digest.value:016x}",
+            checks=self._checks if is_covered else [],
+            parts=self._digest.end_turn() if is_covered else [],
+            digest=f"{self._digest.value:016x}" if is_covered else "",
             raises=self._raises,
             errors=self._errors,
             stalls=self._stalls,
         )
         turn = RecordedTurn(line, self._keyed)
         self.turns += 1
+        self._is_covered = not self.turns % COVERED_TURNS
         self.events += len(took)
         # The turn owns the lists: it may be rendered much later.
         self._took, self._checks, self._keyed, self._raises, self._errors, self._stalls = [], [], [], [], [], []
@@ -191,6 +196,7 @@ class Recorder:
 
     def _note_raise(self, request: Request | None) -> None:
         self._raises.append(raise_record(len(self._took), request))
+        self._is_covered = True
 
     def _note_error(self, name: str) -> None:
         error = sys.exception()
