@@ -9,7 +9,7 @@ import uvloop
 from benchmarks.engine import TIERS, Load
 from benchmarks.request_profile import Profile, draw, measure
 
-CALLS, JOURNAL_CALLS = 2_085, 80
+CALLS, JOURNAL_CALLS = 1_990, 65
 """The most calls that a request of `benchmarks/engine.py` makes on the loop, and those of its journal. A run differs
 from the next one by half a percent: threads end copies and writes at other turns.
 """

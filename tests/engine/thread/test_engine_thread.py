@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import selectors
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -294,3 +296,31 @@ def test_pages_are_lent_and_offered_without_an_event_loop(running) -> None:
         refused = rig.outcome()
         assert isinstance(refused, Failed) and "config.device" in str(refused.error)
         rig.assert_nothing_held()
+
+
+def test_orders_of_many_callers_at_once_wake_the_loop_once(running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as rig:
+        orders, wakes, taken = rig.thread._loop, list[object](), list[int]()
+        loop, has_begun, may_end = orders._loop, threading.Event(), threading.Event()
+
+        def wake(*given: object, **named: object) -> None:
+            wakes.append(given)
+            loop.call_soon_threadsafe(*given, **named)
+
+        def hold() -> None:
+            has_begun.set()
+            may_end.wait(WAIT_S)
+
+        orders.post(hold)
+        assert has_begun.wait(WAIT_S)
+        monkeypatch.setattr(orders, "_loop", SimpleNamespace(call_soon_threadsafe=wake))
+        callers = [threading.Thread(target=orders.post, args=(partial(taken.append, number),)) for number in range(64)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(WAIT_S)
+        monkeypatch.undo()
+        may_end.set()
+        assert len(wakes) == 1
+        rig.thread.statistics()
+        assert sorted(taken) == list(range(64))
