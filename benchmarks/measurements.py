@@ -112,11 +112,15 @@ def read_journal(_: Path, output: str) -> Outcome:
     return Outcome({"journal.grows": float(found[0])}, {"journal.grows": "; ".join(words)})
 
 
-def read_run(file: Path, _: str) -> Outcome:
-    """Read `tidekv run --json`: the small model on the loopback, first."""
-    on, off = (json.loads(file.read_text())["figures"]["workload"][f"decode cache {which}"] for which in ("on", "off"))
-    words = f"{on['ready_ms_p50']} ms with the cache, {off['ready_ms_p50']} ms without"
-    return Outcome({"run.small": on["ready_ms_p50"] / off["ready_ms_p50"]}, {"run.small": words})
+def _run_over_none(figure: str, field: str, unit: str) -> Callable[[Path, str], Outcome]:
+    """Return a reader of `tidekv run --json` for one figure of its workload, with the cache over without."""
+
+    def read(file: Path, _: str) -> Outcome:
+        workload = json.loads(file.read_text())["figures"]["workload"]
+        on, off = (workload[f"decode cache {which}"][field] for which in ("on", "off"))
+        return Outcome({figure: on / off}, {figure: f"{on} {unit} with the cache, {off} {unit} without"})
+
+    return read
 
 
 def read_first_rounds(file: Path, _: str) -> Outcome:
@@ -149,7 +153,17 @@ MEASUREMENTS: dict[str, Measurement] = {
         budget_s=120,
         group="user",
         arguments=lambda _, file: ["run", "--no-deployment", "--json", str(file)],
-        read=read_run,
+        read=_run_over_none("run.small", "ready_ms_p50", "ms"),
+    ),
+    "run_trace": Measurement(
+        program="tidekv",
+        budget_s=240,
+        group="user",
+        arguments=lambda options, file: [
+            "run", "--trace", str(options.traces / SESSIONS), "--requests", "120", "--json", str(file),
+        ],
+        read=_run_over_none("run.trace", "wall_s", "s"),
+        recording=SESSIONS,
     ),
     "planner": Measurement(program="benchmarks.planner", budget_s=120, group="user"),
     "paper": Measurement(program="benchmarks.paper", budget_s=900, group="user"),

@@ -152,6 +152,7 @@ def phase_figures(phases: Sequence[Phase]) -> dict[str, object]:
             "bytes_sent": phase.bytes_sent,
             "ready_ms_p50": round(phase.ready_ms(50), 1),
             "ready_ms_p99": round(phase.ready_ms(99), 1),
+            "wall_s": round(phase.wall_s, 2),
         }
         for phase in phases
     }
