@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RETRY_S = 0.01
 """Seconds after which a request without free blocks tries again."""
 RETRY_MAX_S = 2.0
+ENDS_SHARE = 0.15
+"""Share of the requests of which only the last pages are offered: what they continue may be in no tier."""
 
 
 class Blocks:
@@ -238,12 +240,17 @@ class HostEngine:
             if not left[0]:
                 self._blocks.free(pages)
 
-        for first, end in ((0, cut), (cut, count)) if cut else ((0, count),):
+        parts = ((0, cut), (cut, count)) if cut else ((0, count),)
+        if Random(f"offered {script.number}").random() < ENDS_SHARE:
+            parts, left[0] = parts[1:] or ((count // 2, count),), 1
+        for first, end in parts:
             self._number += 1
             kept = tokens[: end * rank.settings.page_size]
             # Seeded by the request, so that all ranks offer the same components.
             random = Random(f"offered {script.number} {end}")
             component_pages = self._component_blocks.compute(script.namespace, kept, random)
+            # Some give up what waits for room in host memory before anything else can end.
+            hold_s = random.choice((0.001, 0.1, 5.0))
             self._offers[self._number] = (pages[first:end], component_pages, returned)
             rank.tell(
                 events.PagesOffered(
@@ -253,6 +260,7 @@ class HostEngine:
                     pages=tuple(pages[first:end]),
                     namespace=script.namespace,
                     offered_components={name: tuple(ids) for name, ids in component_pages.items()},
+                    hold_s=hold_s,
                 )
             )
         rank.look_for_refusals()
@@ -265,9 +273,8 @@ class HostEngine:
         counts = self._rank.component_pages.counts
         counts["components_offered"] += len(component_pages)
         counts["components_declined"] += len(command.components_declined)
-        if min(command.written, command.present, command.declined) < 0 or (
-            command.written + command.present + command.declined != len(pages)
-        ):
+        parts = (command.written, command.present, command.passed, command.declined)
+        if min(parts) < 0 or sum(parts) != len(pages):
             raise Violation(f"{command} of {len(pages)} pages")
 
     def declined(self, offer: events.PagesOffered) -> None:

@@ -306,14 +306,16 @@ class ReportRetracted(Command, frozen=True, kw_only=True):
 class ReportOffered(Command, frozen=True, kw_only=True):
     """Give offered pages back: nothing reads them any more.
 
-    In host memory now: `written` of the full pages by this offer, `present` without it. `declined` are not. Of the
-    components in `components_declined` host memory has not all pages that were offered.
+    In host memory now: `written` of the full pages by this offer, `present` without it. `passed` are on their way
+    through it to storage, or were found there. `declined` are neither. Of the components in `components_declined` host
+    memory has not all pages that were offered, and they do not pass.
     """
 
     offer: int
     written: int
     present: int
     declined: int
+    passed: int = 0
     components_declined: tuple[str, ...] = ()
 
 

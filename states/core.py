@@ -38,11 +38,12 @@ from tidekv.states import events
 from tidekv.states.backup.backups import Backups
 from tidekv.states.backup.found_pages import FoundPages
 from tidekv.states.backup.offers import Offers
+from tidekv.states.backup.passing import Passages
 from tidekv.states.backup.store_all import StoreAll
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.request_components import ComponentRestore
-from tidekv.states.core_state import LOOK_AHEAD, STORE, WRITE_BACK, Continuation, CoreState
+from tidekv.states.core_state import LOOK_AHEAD, PASS, STORE, WRITE_BACK, Continuation, CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
@@ -119,7 +120,8 @@ class Core:
         )
         self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
         self.backups = Backups(self.state, self.storage, self.component_backups)
-        self.offers = Offers(self.state, self.backups, self.component_backups)
+        self.passages = Passages(self.state, self.storage)
+        self.offers = Offers(self.state, self.backups, self.component_backups, self.passages)
         self.lending = Lending(self.state, self.storage, self.rooms, self.offers, self.backups, self.component_pages)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         self.store_all = StoreAll(self.state, self.storage, self.backups)
@@ -630,7 +632,7 @@ class Core:
         self.state.run_guarded(partial(self.lookahead.drop, request))
 
     def work_ahead(self) -> None:
-        """Prefetch for waiting requests, back up pages next to be evicted, or all that storage lacks."""
+        """Prefetch for waiting requests; write what is about to be evicted, what storage lacks, and what passes."""
         state = self.state
         if LOOK_AHEAD in state.ahead_due:
             state.begin_ahead(LOOK_AHEAD)
@@ -641,6 +643,8 @@ class Core:
             state.run_guarded(self.write_back.look)
         if STORE in state.ahead_due:
             state.run_guarded(self.store_all.look)
+        if PASS in state.ahead_due:
+            state.run_guarded(self.passages.look)
 
 
 def _pop_first(queue: dict[Key, Value]) -> tuple[Key, Value]:

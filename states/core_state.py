@@ -79,6 +79,8 @@ COUNTERS: Final = (
     "pages_backed_up",
     "pages_fetched_ahead",
     "pages_handed",
+    "pages_passed",
+    "pages_passed_lost",
     "pages_prefetched",
     "pages_shared",
     "pages_stored",
@@ -107,7 +109,7 @@ COUNTERS: Final = (
 """All counters of `CoreState.count`, so that statistics show each of them from the start."""
 
 
-LOOK_AHEAD, WRITE_BACK, STORE = "look ahead", "write back", "store"
+LOOK_AHEAD, WRITE_BACK, STORE, PASS = "look ahead", "write back", "store", "pass"
 """Work that only prepares for later, see `CoreState.ahead_due`."""
 
 
@@ -211,10 +213,13 @@ class CoreState:
         """Planned requests whose remaining look-ahead reads can be released."""
         self.ahead_due: set[str] = set()
         """What a change may have made due: LOOK_AHEAD for a waiting request, WRITE_BACK since too few evictable pages
-        have a copy in a lower tier, STORE for the next write of the run that stores everything.
+        have a copy in a lower tier, STORE for the next write of the run that stores everything, PASS for the copies of
+        pages that pass through host memory.
         """
         self.is_storing = False
         """Whether such a run is under way."""
+        self.has_waiting_passages = False
+        """Whether pages that are to pass through host memory wait for room there."""
         self.write_credit = 0
         """Pages that write-back may still copy before the next `renew_write_credit`."""
 
@@ -256,8 +261,10 @@ class CoreState:
     # --- What happened, for other rules of the same step ---
 
     def pages_were_freed(self) -> None:
-        """Note that a waiting request may be admitted now, or the pages of a load be freed."""
+        """Note that a waiting request may be admitted now, the pages of a load be freed, or a passage go on."""
         self.admission_due.add("pages")
+        if self.has_waiting_passages:
+            self.ahead_due.add(PASS)
 
     def begin_admission(self) -> None:
         """Note that all waiting requests are about to be tried."""
@@ -266,6 +273,15 @@ class CoreState:
     def begin_ahead(self, work: str) -> None:
         """Note that one of `ahead_due` is about to be done."""
         self.ahead_due.discard(work)
+
+    def passage_waits(self) -> None:
+        """Note that pages that are to pass through host memory wait for room there."""
+        self.has_waiting_passages = True
+
+    def passages_were_tried(self) -> None:
+        """Note that all of them are about to be tried."""
+        self.has_waiting_passages = False
+        self.begin_ahead(PASS)
 
     def may_look_ahead(self) -> None:
         """Note that pages may be fetched ahead for a waiting request now."""

@@ -171,8 +171,9 @@ class PagesOffered(Event, frozen=True, kw_only=True):
     """The embedder offers device pages of its own: they hold the last pages of `keys`, and do not change meanwhile.
 
     `keys` are those of full pages from the first one on. `offered_components` has, by component, all pages that a
-    computation which continues behind them needs. ReportOffered returns `offer`. With ranks, `content` names the offer
-    on all of them.
+    computation which continues behind them needs. Pages that cannot stay in host memory wait at most `hold_s` for the
+    copy by which they pass through it. ReportOffered returns `offer`. With ranks, `content` names the offer on all of
+    them.
     """
 
     offer: int
@@ -181,6 +182,7 @@ class PagesOffered(Event, frozen=True, kw_only=True):
     namespace: str = ""
     content: str = ""
     offered_components: dict[str, tuple[int, ...]] = {}
+    hold_s: float = 1.0
 
 
 class FlushRequested(Event, frozen=True, kw_only=True):

@@ -54,7 +54,9 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     `tidekv.states.pages.prefill_quota`. 1 means no limit.
     """
     fetch_run_pages: PositiveCount = 32
-    """Maximum pages of one storage read. Each run starts its copy to the device when it has arrived."""
+    """Maximum pages of one storage read, and of one put of pages that pass through host memory. Each run read starts
+    its copy to the device when it has arrived.
+    """
     copy_run_pages: PositiveCount = 256
     """Maximum pages of one copy between host and device; a single tree node may be longer."""
     query_deadline_s: Seconds = 1.0

@@ -241,13 +241,16 @@ class DecodeEngine:
         namespace: str = "",
         lora_name: str = "",
         component_pages: LentComponents | None = None,
+        hold_s: float = 1.0,
     ) -> asyncio.Future[OfferedPages]:
         """Write KV that the caller computed in device pages of its own to host memory and storage (`config.device`
         "lent").
 
         `tokens` is a prompt and its output from the first token on, as far as its KV is written. `pages` hold it from
         `start_token` on, a multiple of the page size. Only full pages are kept. Pages in host memory already are not
-        copied; the others are, if all before them are in host memory or under way there by an earlier offer.
+        copied; the others are, and stay there if all before them are in host memory or under way there by an earlier
+        offer. Pages for which it has no room, or not those before them, pass through it to storage, batch by batch. For
+        that they wait at most `hold_s` seconds for room and for storage; what then was not copied is declined.
         `component_pages`: by component, its pages at the end of the last full page: all that cover the window there,
         the record of the state as it was there. A component that is left out is sent by prefill at that end.
 
@@ -258,7 +261,8 @@ class DecodeEngine:
         self._check_mode("offer", "lent")
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         joined = self._arrivals.namespace(namespace, lora_name)
-        return self._lending.offer(packed, pages, start_token, joined, component_pages)
+        within_s: float = checked(hold_s, SecondsOrZero, "hold_s")
+        return self._lending.offer(packed, pages, start_token, joined, component_pages, hold_s=within_s)
 
     def decline(self, request: DecodeRequest) -> None:
         """Let prefill release at once what it holds for a request that is not restored here: for its id and this very

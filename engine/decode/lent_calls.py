@@ -75,6 +75,8 @@ class LentCalls:
         start_token: int,
         namespace: str,
         component_pages: LentComponents | None = None,
+        *,
+        hold_s: float,
     ) -> asyncio.Future[OfferedPages]:
         """Post an offer; returns the future of its end. Raises InvalidRequest, having changed nothing."""
         runtime, settings = self._runtime, self._runtime.core.settings
@@ -103,6 +105,7 @@ class LentCalls:
             pages=tuple(offered),
             namespace=namespace,
             offered_components={name: tuple(ids) for name, ids in components.items() if ids},
+            hold_s=hold_s,
         )
         done = runtime.calls.expect_offer(number, {FULL: offered, **components})
         try:

@@ -553,9 +553,8 @@ class PendingCalls:
     def _tell_offered(self, command: commands.ReportOffered) -> None:
         done = self.lent.end_offer(command.offer)
         if done is not None and not done.done():
-            done.set_result(
-                OfferedPages(command.written, command.present, command.declined, command.components_declined)
-            )
+            counts = (command.written, command.present, command.declined)
+            done.set_result(OfferedPages(*counts, command.components_declined, command.passed))
 
     def note_prefill(self, request_id: str, words: str) -> None:
         """Keep the message of this rank's prefill about a request, for the error that its caller may get."""

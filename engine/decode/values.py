@@ -329,9 +329,15 @@ class OfferedPages:
     present: int
     """In host memory already, or brought there by an earlier offer."""
     declined: int
-    """Not in host memory: it had no free page, the pages before them are not there, or a copy failed."""
+    """Neither of these, nor `passed`: a copy failed, storage could not be called or was too slow, or the write policy
+    leaves them out.
+    """
     components_declined: tuple[str, ...] = ()
-    """Components of which host memory does not have all pages that were offered, for the same reasons."""
+    """Components of which pages are declined."""
+    passed: int = 0
+    """On their way to storage, or found there. Host memory does not keep them: it had no room, or the pages before them
+    are not there.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,7 @@ class OfferRecord(msgspec.Struct, frozen=True, array_like=True, tag="PagesOffere
     pages: tuple[int, ...]
     namespace: str
     offered_components: dict[str, tuple[int, ...]]
+    hold_s: float
 
     def event(self) -> PagesOffered:
         """Return the event."""

@@ -262,7 +262,9 @@ class Recorder:
     def _offer(self, event: PagesOffered) -> OfferRecord:
         written = event.keys if self._digests is None else self._digests.of(event.keys)
         namespace = self._namespace(event.namespace)
-        return OfferRecord(event.at_s, event.offer, written, event.pages, namespace, event.offered_components)
+        return OfferRecord(
+            event.at_s, event.offer, written, event.pages, namespace, event.offered_components, event.hold_s
+        )
 
     def _flush(self, event: FlushRequested) -> FlushRecord:
         namespace = event.namespace if event.namespace is None else self._namespace(event.namespace)

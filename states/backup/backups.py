@@ -30,6 +30,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tidekv.states.backup.passing import PassedBatch
 from tidekv.states.commands import CopyPages, ForgetTokens, HandPrompt, ReportRetracted, StorePages
 from tidekv.states.components.backups import ComponentWrite
 from tidekv.states.events import PagesStored, PromptHanded
@@ -276,6 +277,8 @@ class Backups:
         backup = self._state.operations[op]
         if isinstance(backup, Measurement | TakenPart):
             return backup.namespace, backup.keys
+        if isinstance(backup, PassedBatch):
+            return backup.passage.namespace, backup.passage.keys
         assert isinstance(backup, Backup | ComponentWrite)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
 

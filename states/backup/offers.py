@@ -2,15 +2,18 @@
 
 With lent device pages the prefix index never has them, so no finished request can be backed up. The embedder offers its
 pages instead. The part that host memory lacks is copied to new host pages, which join the tree after the copy, and the
-path is then stored as by any other backup.
+path is then stored as by any other backup. Host pages only join the tree below host pages: what host memory has no room
+for, and an offer whose prefix is not there, passes through to storage (`tidekv.states.backup.passing`).
 
-    offered pages   [ in host memory | under way by an earlier offer | copied by this one | declined: no host page ]
+    offered pages   [ in host memory | under way by an earlier offer | copied by this one | passed on, or declined ]
 
-An offer reads the embedder's pages until its copy has ended; `ReportOffered` then gives them back. An offer that begins
-where another one's copy ends joins the tree after that one. If that one fails, the pages before it are missing, and the
-offer is declined: host pages only join the tree below host pages.
+An offer reads the embedder's pages until its copies have ended; `ReportOffered` then gives them back. An offer that
+begins where another one's copy ends joins the tree after that one. If that one fails, the pages before it are missing,
+and what it has copied is put, and passes. Without a storage that may be called, what would pass is declined.
 
-Pages of components at the end of an offer are copied beside it, and join when its full pages have
+An offer that continues earlier ones names all keys, and only its own pages: it costs a walk of the tree.
+
+Pages of components at the end of an offer are copied beside it, and join when its full pages have, or pass
 (`tidekv.states.components.offered`).
 
 Ownership. An offer owns its new host pages until they join the tree, and a host receipt for the pages before them.
@@ -18,7 +21,6 @@ Ownership. An offer owns its new host pages until they join the tree, and a host
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.backup.backups import Backups
+    from tidekv.states.backup.passing import Passage, Passages
     from tidekv.states.components.backups import ComponentBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PagesOffered
-    from tidekv.states.prefix.index import Receipt
+    from tidekv.states.prefix.index import Node, Receipt
     from tidekv.states.types import PageIds
 
 
@@ -50,10 +53,11 @@ class Offer:
         "follows",
         "host_pages",
         "is_copying",
-        "is_counted",
         "op",
+        "passage",
         "pin",
         "present",
+        "taken_over",
     )
 
     def __init__(self, offers: Offers, event: PagesOffered) -> None:
@@ -70,8 +74,10 @@ class Offer:
         self.op = 0
         self.is_copying = False
         """Whether its copy of full pages is under way."""
-        self.is_counted = False
-        """Whether its pages count in `Offers.pages_read`."""
+        self.passage: Passage | None = None
+        """Its full pages that pass through host memory."""
+        self.taken_over = 0
+        """Number of pages that pass because they could not join after their copy."""
         self.components = offers.components_of(event, self)
         """Its component pages. None without components."""
         self.present = 0
@@ -82,13 +88,20 @@ class Offer:
     @property
     def reads(self) -> bool:
         """Whether a copy reads pages of the embedder."""
-        return self.is_copying or (self.components is not None and self.components.is_copying)
+        passes = self.passage is not None and self.passage.reads
+        return self.is_copying or passes or (self.components is not None and self.components.is_copying)
+
+    @property
+    def passed(self) -> int:
+        """Number of its full pages that are on their way to storage, or found there."""
+        return self.taken_over + (0 if self.passage is None else self.passage.passed)
 
     @property
     def pages_read(self) -> dict[str, PageIds]:
         """By group, the pages of the embedder that its copies read."""
-        copies = () if self.components is None else self.components.copies
-        return {FULL: self.device_pages, **{copy.component: copy.device_pages for copy in copies}}
+        passing = page_ids() if self.passage is None else self.passage.device_pages
+        components = {} if self.components is None else self.components.pages_read
+        return {FULL: self.device_pages + passing, **components}
 
     @property
     def has_pages(self) -> bool:
@@ -116,14 +129,14 @@ class Offer:
 class Offers:
     """All offers of a core."""
 
-    def __init__(self, state: CoreState, backups: Backups, component_backups: ComponentBackups | None) -> None:
+    def __init__(
+        self, state: CoreState, backups: Backups, component_backups: ComponentBackups | None, passages: Passages
+    ) -> None:
         self._state = state
         self._backups = backups
         self._component_backups = component_backups
+        self._passages = passages
         self._live: dict[Offer, None] = {}
-
-        self.pages_read: dict[str, Counter[int]] = {}
-        """By group, the embedder's device pages that copies read, each with the number of copies."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -131,12 +144,18 @@ class Offers:
     def __iter__(self) -> Iterator[Offer]:
         return iter(self._live)
 
+    def reads(self, group: str, pages: PageIds) -> list[int]:
+        """Return those of the embedder's device pages that offers read."""
+        asked = set(pages)
+        return sorted({page for offer in self._live for page in offer.pages_read.get(group, ()) if page in asked})
+
     def components_of(self, event: PagesOffered, offer: Offer) -> OfferedComponents | None:
         """Return the component pages of an offer, which are not copied yet."""
         index, backups = self._state.components, self._component_backups
         if index is None or backups is None:
             return None
-        return OfferedComponents(self._state, index, backups, event, partial(self._end_when_copied, offer))
+        on_read = partial(self._end_when_copied, offer)
+        return OfferedComponents(self._state, index, backups, self._passages, event, on_read)
 
     def begin(self, event: PagesOffered) -> None:
         """Start the copy of the pages that host memory lacks; report at once if there is none."""
@@ -152,28 +171,35 @@ class Offers:
         offer.base = leaf.depth_pages
         self._find_followed(offer)
         offer.present = max(min(offer.base, end) - first, 0)
-        if offer.base < first:
-            # The pages before the offered ones are not in host memory.
-            if offer.components is not None:
-                offer.components.begin(is_reached=False)
-            self._end(offer)
-            return
+        at, lacking = first, max(end - offer.base, 0)
+        is_reached = offer.base >= first
+        if is_reached:
+            at = offer.base + self._join(offer, leaf, event.pages[offer.base - first :] if lacking else ())
+        else:
+            offer.follows = None
+        if at < end:
+            offer.passage = self._passages.begin(event, FULL, at, page_ids(event.pages[at - first :]))
+        if offer.components is not None:
+            offer.components.begin(is_reached=is_reached and at >= end)
+        if offer.passage is not None and offer.passage.reads:
+            offer.passage.on_read = partial(self._end_when_copied, offer)
+        self._end_when_copied(offer)
+
+    def _join(self, offer: Offer, leaf: Node, pages: tuple[int, ...]) -> int:
+        """Copy those of the pages from `base` on that host memory has room for; return their number."""
+        state = self._state
         if offer.follows is None:
             # The pin comes first: making room must not evict the pages that the new ones join.
             offer.pin = state.index.pin(leaf)
-        lacking = max(end - offer.base, 0)
-        count = state.make_host_room(lacking) if lacking else 0
+        count = state.make_host_room(len(pages)) if pages else 0
+        if count < len(pages):
+            count = max(count - self._passages.reserve(offer.event.keys), 0)
         if count:
-            self._copy(offer, event.pages[offer.base - first :][:count])
-        elif not lacking and offer.follows is None:
+            self._copy(offer, pages[:count])
+        elif not pages and offer.follows is None:
             # An earlier write of these pages may have failed, or their storage may be gone.
             self._backups.store_path(leaf)
-        if offer.components is not None:
-            offer.components.begin(is_reached=count == lacking)
-        for group, pages in offer.pages_read.items():
-            self.pages_read.setdefault(group, Counter()).update(pages)
-        offer.is_counted = True
-        self._end_when_copied(offer)
+        return count
 
     def _find_followed(self, offer: Offer) -> None:
         """Find the live offer that brings most of the pages after `base`."""
@@ -238,6 +264,8 @@ class Offers:
             offer.copied = count - len(offer.host_pages)
             offer.present += len(offer.host_pages)
             state.count("pages_backed_up", offer.copied)
+        elif offer.host_pages and self._passages.take_over(offer.event, offer.base, offer.host_pages):
+            offer.taken_over, offer.host_pages = len(offer.host_pages), page_ids()
         self._give_up_host_pages(offer)
         if offer.components is not None:
             if leaf is not None:
@@ -252,8 +280,6 @@ class Offers:
             offer.pin = None
         self._report(offer)
         del self._live[offer]
-        for group, pages in offer.pages_read.items() if offer.is_counted else ():
-            self.pages_read[group] -= Counter(pages)
         state.pages_were_freed()
 
     def _continue(self, offer: Offer) -> None:
@@ -274,13 +300,14 @@ class Offers:
 
     def _report(self, offer: Offer) -> None:
         """Give the pages back to the embedder."""
-        declined = len(offer.event.pages) - offer.present - offer.copied
+        declined = len(offer.event.pages) - offer.present - offer.copied - offer.passed
         self._state.emit(
             ReportOffered(
                 offer=offer.event.offer,
                 written=offer.copied,
                 present=offer.present,
                 declined=declined,
+                passed=offer.passed,
                 components_declined=() if offer.components is None else tuple(offer.components.declined),
             )
         )

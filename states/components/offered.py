@@ -3,10 +3,11 @@
 An offer has the component pages of its end: all pages of a window that a computation which continues there needs, the
 record of a state. Those that host memory lacks are copied beside the full pages (`tidekv.states.backup.offers`). They
 join the index when the full pages before that end are in host memory, and are then stored by the rules of
-`tidekv.states.components.backups`.
+`tidekv.states.components.backups`. Where host memory has no room for them, or does not get all full pages before them,
+they pass through it (`tidekv.states.backup.passing`).
 
-A component is declined if host memory has no room for its pages, if a copy failed, or if the full pages do not get
-there. The copies own their host pages until these join the index.
+A component is declined if its pages may not pass, if a copy failed, or if the offer that brings the full pages before
+its own fails. The copies own their host pages until these join the index.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tidekv.states.backup.passing import Passage, Passages
     from tidekv.states.components.backups import ComponentBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PagesOffered
@@ -64,24 +66,33 @@ class OfferedComponents:
         state: CoreState,
         index: ComponentIndex,
         backups: ComponentBackups,
+        passages: Passages,
         event: PagesOffered,
         on_copied: Callable[[], None],
     ) -> None:
-        """`on_copied` is called after the end of each copy."""
+        """`on_copied` is called after the end of each copy, and of the last one of pages that pass."""
         self._state = state
         self._index = index
         self._backups = backups
+        self._passages = passages
         self._event = event
         self._on_copied = on_copied
         self._end = len(event.keys) // state.settings.key_bytes
         self.copies: list[OfferedCopy] = []
+        self.passages: list[Passage] = []
         self.declined: list[str] = []
         """Components whose pages are not, and will not be, in host memory by this offer."""
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies read the embedder's pages."""
-        return any(copy.is_copying for copy in self.copies)
+        """Whether copies read the embedder's pages, or may still begin."""
+        return any(copy.is_copying for copy in self.copies) or any(passage.reads for passage in self.passages)
+
+    @property
+    def pages_read(self) -> dict[str, PageIds]:
+        """By component, the pages of the embedder that copies read."""
+        copied = {copy.component: copy.device_pages for copy in self.copies}
+        return copied | {passage.group: passage.device_pages for passage in self.passages}
 
     @property
     def has_pages(self) -> bool:
@@ -91,21 +102,18 @@ class OfferedComponents:
     def begin(self, *, is_reached: bool) -> None:
         """Start the copies. `is_reached`: the full pages up to the end are in host memory, or on their way there."""
         for component in self._event.offered_components:
-            decline = partial(self._decline, component)
-            if is_reached:
-                self._state.run_guarded(partial(self._begin, component), recover=decline)
-            else:
-                decline()
+            begin = partial(self._begin, component, is_reached=is_reached)
+            self._state.run_guarded(begin, recover=partial(self._decline, component))
 
-    def _begin(self, component: str) -> None:
+    def _begin(self, component: str, *, is_reached: bool) -> None:
         pages, event = self._event.offered_components[component], self._event
         first, tier = self._end - len(pages), self._index.host[component]
         here = self._index.positions(event.namespace, event.keys, component, first)
         missing = page_ids(at for at in range(first, self._end) if at not in here)
         if not missing:
             return
-        if tier.room < len(missing) or not tier.may_keep(len(missing)):
-            self._decline(component)
+        if not is_reached or tier.room < len(missing) or not tier.may_keep(len(missing)):
+            self._pass(component, missing[0], page_ids(pages[missing[0] - first :]))
             return
         copy = OfferedCopy(self, component, missing, page_ids(pages[at - first] for at in missing))
         state = self._state
@@ -128,6 +136,26 @@ class OfferedComponents:
             copy.host_pages, copy.is_copying = taken, True
             self.copies.append(copy)
             undo.keep()
+
+    def _pass(self, component: str, first: int, pages: PageIds) -> None:
+        passage = self._passages.begin(self._event, component, first, pages)
+        if passage is None:
+            self._decline(component)
+            return
+        self.passages.append(passage)
+        if passage.reads:
+            passage.on_read = partial(self._passed, passage)
+        else:
+            self._note_passed(passage)
+
+    def _passed(self, passage: Passage) -> None:
+        self._note_passed(passage)
+        self._on_copied()
+
+    def _note_passed(self, passage: Passage) -> None:
+        """Decline the component if not all of its pages were copied: nothing reads them any more."""
+        if passage.passed < len(passage.device_pages):
+            self._decline(passage.group)
 
     def _decline(self, component: str) -> None:
         if component not in self.declined:

@@ -5,8 +5,8 @@ backup, room and operation holds, and compares. It visits everything and changes
 
 Owners of device pages: a request (`own`, `reserve`), a recomputation whose request has left, the index (cached), the
 quarantine of a left room and nodes in RECLAIMING (draining). Owners of host pages: a load, a backup, a read ahead, a
-late fetch, the index. Owners of component pages: `RequestComponents`, component fetches and backups, late fetches, the
-quarantine, the index.
+late fetch, a batch of passing pages, the index. Owners of component pages: `RequestComponents`, component fetches and
+backups, late fetches, batches of passing pages, the quarantine, the index.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from tidekv.states import events
 from tidekv.states.backup.backups import Backup
 from tidekv.states.backup.offers import Offer
+from tidekv.states.backup.passing import Passage, PassedBatch
 from tidekv.states.components.backups import ComponentBackup, ComponentWrite
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.missing import LateComponentCopy
@@ -42,6 +43,7 @@ from tidekv.states.types import FULL, PageIds, page_ids, without
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.backup.offers import Offers
+    from tidekv.states.backup.passing import Passages
     from tidekv.states.backup.store_all import StoreAll
     from tidekv.states.core_state import CoreState
     from tidekv.states.handover.rooms import Rooms
@@ -73,6 +75,7 @@ class Parts(Protocol):
     backups: Backups
     lending: Lending
     offers: Offers
+    passages: Passages
     store_all: StoreAll
     rows: BoundRows
 
@@ -242,12 +245,6 @@ def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
             draining[name] += left.component_pages.get(name, page_ids())
         for held in _component_pages_of(core):
             draining[name] += held.draining.get(name, page_ids())
-    read: dict[str, Counter[int]] = {}
-    for offer in core.offers:
-        for group, pages in offer.pages_read.items():
-            read.setdefault(group, Counter()).update(pages)
-    counted = {group: pages for group, pages in core.offers.pages_read.items() if pages}
-    _require(counted == {group: pages for group, pages in read.items() if pages}, "pages read by offers are miscounted")
     lent = [*(request.lent for request in core.state.requests.values()), *core.lending.returning]
     for group, pool in pools.items():
         owned = page_ids()
@@ -258,7 +255,7 @@ def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
         _require(not twice, f"pages {twice} of {group} are lent to two requests")
         _require(set(draining[group]) <= set(owned), f"pages of {group} are draining that belong to no request")
         _check_pages(pool, without(owned, draining[group]), draining[group])
-        _require(not set(read.get(group, ())) & set(owned), f"pages of {group} are lent, but an offer still reads them")
+        _require(not core.offers.reads(group, owned), f"pages of {group} are lent, but an offer still reads them")
     for groups in core.lending.returning:
         writes = any(set(pages) & set(draining[group]) for group, pages in groups.lent.items())
         _require(writes, "an ended request has not got its outcome, but no page is draining")
@@ -323,12 +320,18 @@ def _check_components(core: Parts) -> None:
             on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
         for copy in _offered_copies_of(core):
             on_host += copy.host_pages if copy.component == name else page_ids()
+        for batch in _batches_of(core, name):
+            on_host += batch.host_pages
         if core.settings.lends_device:
             # `_check_lent_pages` recounts the lent ones, whether a request has been admitted or not.
             _require(components.device[name].pool.holds(owned, PageState.OWNED), f"{name} pages are not lent")
         else:
             _check_pages(components.device[name].pool, owned, draining)
         _check_pages(components.host[name].pool, on_host, page_ids())
+
+
+def _batches_of(core: Parts, group: str) -> list[PassedBatch]:
+    return [batch for passage in core.passages if passage.group == group for batch in passage.batches]
 
 
 def _offered_copies_of(core: Parts) -> list[OfferedCopy]:
@@ -357,7 +360,7 @@ def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
     for owner in core.state.operations.values():
         if (isinstance(owner, LateFetch) and not owner.component) or isinstance(owner, LateCopy):
             owned += owner.host_pages
-    for writer in (*core.backups, *core.offers):
+    for writer in (*core.backups, *core.offers, *_batches_of(core, FULL)):
         owned += writer.host_pages
     for run in _runs_of(core):
         owned += run.host_pages
@@ -446,7 +449,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
 
 def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
     backups, runs, offers = set(core.backups), set(_runs_of(core)), set(core.offers)
-    component_reads = _component_reads_of(core)
+    component_reads, passages = _component_reads_of(core), set(core.passages)
     for op, owner in core.state.operations.items():
         if isinstance(owner, StorageQuery | Recomputation):
             request = owner.request
@@ -470,6 +473,12 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, OfferedCopy):
             is_live = owner in _offered_copies_of(core) and owner.op == op and owner.is_copying
             _require(is_live, "an operation belongs to a copy of an offer that is over")
+        elif isinstance(owner, PassedBatch):
+            is_live = owner.passage in passages and owner in owner.passage.batches and owner.op == op
+            _require(is_live, "an operation belongs to a batch of pages that have passed")
+        elif isinstance(owner, Passage):
+            is_live = owner in passages and owner.begun < owner.end and owner.op == op
+            _require(is_live, "an operation belongs to a passage without pages to copy")
         elif isinstance(owner, AheadRead):
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
@@ -484,11 +493,18 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, ComponentAheadRead):
             is_live = owner.read in component_reads and owner.read.op == op and not owner.read.has_ended
             _require(is_live, "an operation belongs to a read of component pages that is over")
+    operations = core.state.operations
     _require(all(offer.reads or offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing")
+    for passage in passages:
+        is_waiting = operations.get(passage.op) is passage
+        _require(is_waiting == (passage.begun < passage.end), "a passage waits without a bound")
+        for batch in passage.batches:
+            _require(operations.get(batch.op) is batch, "a batch of passing pages waits for nothing")
+        _require(is_waiting or passage.batches, "a passage waits for nothing")
+        _require(passage.reads == (passage.on_read is not None), "an offer waits for a passage that is over")
     from_peers = {load for load in core.loads if load.stage is Stage.FETCHING and load.tier == "peer"}
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING} - from_peers
     _require(set(core.peers.fetching) == from_peers, "other loads wait for a peer than are counted")
-    operations = core.state.operations
     of_components = {one.fetch for one in operations.values() if isinstance(one, ComponentRead)}
     _require(
         all(fetch.stage is ComponentStage.FETCHING for fetch in of_components),

@@ -81,8 +81,8 @@ class Lending:
         if request.lent is None:
             return
         for group, pages in request.lent.lent.items():
-            if read := set(self._offers.pages_read.get(group, ())) & set(pages):
-                raise BrokenInvariant(f"pages {sorted(read)} are lent to {request}, but an offer still reads them")
+            if read := self._offers.reads(group, pages):
+                raise BrokenInvariant(f"pages {read} are lent to {request}, but an offer still reads them")
         with Rollback() as undo:
             self._lend(request.lent, undo)
             undo.keep()

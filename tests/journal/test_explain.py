@@ -67,7 +67,8 @@ NO_CAUSE = {
     # What other workers read, or take from a worker that drains, is of none of these requests.
     "pages_shared", "pages_handed", "pages_taken",
     # Offers, hints and what an earlier process left belong to no request.
-    "offered_pages_declined", "hints_rejected", "pages_prefetched", "l2_pages_found",
+    "offered_pages_declined", "pages_passed", "pages_passed_lost", "hints_rejected", "pages_prefetched",
+    "l2_pages_found",
 }  # fmt: skip
 
 

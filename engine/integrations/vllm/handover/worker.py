@@ -369,7 +369,7 @@ class DecodeWorker:
                     self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
                 self._end_restore(job, restored.restored_tokens, cause)
             elif isinstance(outcome, Offered) and isinstance(job, OfferJob):
-                for name in ("written", "present", "declined"):
+                for name in ("written", "present", "passed", "declined"):
                     self._counts[f"offer_pages_{name}"] += getattr(outcome.offered, name)
                 self._freed.add(job.request_id)
                 if job.hints is not None:
