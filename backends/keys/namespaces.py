@@ -10,10 +10,9 @@ from typing import Final, NamedTuple
 
 MARK: Final = "\0"
 """Begins joined names; `PlainText` refuses it in the names of callers."""
-
-
 SEEDED: Final = f"{MARK}="
 """Begins a namespace that is known by the start of its page keys only; its hexadecimal digits follow."""
+SEED_BYTES: Final = 32
 
 
 class NamespaceNames(NamedTuple):
@@ -51,6 +50,18 @@ def split_namespace(namespace: str) -> NamespaceNames:
     return NamespaceNames(namespace, lora_name)
 
 
+def is_namespace(text: str) -> bool:
+    """Whether a text, which another worker may have sent, is a namespace as it is joined here."""
+    try:
+        if text.startswith(SEEDED):
+            return len(bytes.fromhex(text[len(SEEDED) :])) == SEED_BYTES
+        return MARK not in "".join(split_namespace(text))
+    except ValueError:
+        return False
+
+
 def _first(text: str) -> tuple[str, str]:
     length, _, rest = text.partition(":")
-    return rest[: int(length)], rest[int(length) :]
+    if (count := int(length)) > len(rest):
+        raise ValueError(f"a name of {count} characters has {len(rest)}")
+    return rest[:count], rest[count:]

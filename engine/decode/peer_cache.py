@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from tidekv.backends.keys.chain import namespace_seed
+from tidekv.backends.keys.namespaces import is_namespace
 from tidekv.engine.log import engine_log
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RankLost, TidekvError
@@ -229,6 +230,9 @@ class PeerCache:
         engine, call = self._engine, self._next_call()
         if why := self._refusal(theirs.shares_at):
             return wire.PromptTaken(number=offer.number, cause=why, refuses=True)
+        if not is_namespace(offer.namespace):
+            # What listeners of KV events are told is made of its parts.
+            return wire.PromptTaken(number=offer.number, cause="its namespace is not known here")
         keys = self._page_keys.of(offer.tokens)
         try:
             answered = engine.calls.expect_hint(call)

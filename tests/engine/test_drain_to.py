@@ -409,3 +409,19 @@ async def test_an_engine_on_a_thread_drains_to_a_successor_and_a_wrong_one_is_re
             assert numbers(outcome) == (0, 0, 0, 0)
             with pytest.raises(EngineClosed, match="drains"):
                 thread.submit(new.request(PROMPT))
+
+
+@pytest.mark.parametrize("namespace", ["\0abc", "\0=zz", "\0=ab", "\0", "\0\0", "\0\0x:y", "\0999:a", "a\0b"])
+async def test_a_prompt_whose_namespace_is_none_is_not_taken(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the thread that makes KV events of what host memory has."""
+    async with neighbours(options=ALLOWED) as all_of:
+        old, new = all_of.workers
+        await warm(old)
+        peers = runtime_of(old.engine).peers
+        assert peers is not None
+        hand = peers.hand
+        monkeypatch.setattr(peers, "hand", lambda command, _, keys: hand(command, namespace, keys))
+        monkeypatch.setattr(peers, "_namespace_of", lambda seed: "")
+        outcome = await drained(old, new)
+        assert numbers(outcome)[:2] == (0, 0) and "namespace is not known here" in outcome.cause
+        assert not core_of(new.engine).state.index.tree.roots
