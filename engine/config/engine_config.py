@@ -38,7 +38,9 @@ class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fi
     """The storage tier: policies, which `DecodeEngine.change_policy` can change, and bounds, which are fixed."""
 
     fetch_run_pages: PositiveCount = 32
-    """Pages of one storage read; the copy to the device starts with each run that has arrived."""
+    """Pages of one storage read, whose copy to the device starts when they have arrived; and of one put of offered
+    pages that host memory cannot keep.
+    """
     query_deadline_s: Seconds = 1.0
     """Maximum time in which storage may answer what it holds; then the answer counts as a miss."""
     store_timeout_s: Seconds = 30.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.conftest import LAYOUT, PAGE_SIZE, Pair
 from tests.support.configs import engine_config
 from tests.support.fault_hooks import WriteGate
 from tests.support.inside import calls_of
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DevicePool,
@@ -20,6 +22,7 @@ from tidekv import (
     InvalidRequest,
     LoopbackTransport,
     OfferedPages,
+    Replayer,
     RequestFailed,
     open_storage,
 )
@@ -79,6 +82,33 @@ async def test_each_tier_serves_its_part_after_an_offer(make_pair) -> None:
         stored = await restore(pair, "r4", pages=[*PAGES[:1], 20, 21, 22, 23, 24], have=4)
         assert stored.sources == {"l1": 4, "l2": 0, "l3": 16, "transfer": 2}
         await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("page_checksums", [False, True])
+async def test_what_host_memory_cannot_keep_is_read_from_storage_and_its_journal_replays(
+    make_pair, tmp_path: Path, page_checksums: bool
+) -> None:
+    journal, tokens = tmp_path / "journal", list(range(100, 260))  # Forty pages, and host memory has sixteen.
+    storage, pages = open_storage("memory:?capacity=64MiB"), list(range(40))
+    config = {"device": "lent", "journal_path": str(journal), "page_checksums": page_checksums}
+    async with make_pair(storage=storage, host_pages=16, **config) as pair:
+        pair.kv.fill(pages, digests(tokens))
+        # The end first: host memory has nothing before it. Then the rest, in two offers of which one continues another.
+        end = await pair.engine.offer(tokens, pages[30:], start_token=30 * PAGE_SIZE, hold_s=LIMIT_S)
+        assert (end.written, end.passed, end.declined) == (0, 10, 0)
+        first = pair.engine.offer(tokens[: 4 * PAGE_SIZE], pages[:4], hold_s=LIMIT_S)
+        rest = await pair.engine.offer(tokens, pages[4:], start_token=4 * PAGE_SIZE, hold_s=LIMIT_S)
+        assert (await first).written == 4
+        assert (rest.written + rest.passed, rest.declined) == (36, 0) and rest.passed > 20
+        await pair.engine.wait_settled()
+        await pair.engine.flush(("l2",))
+        request = dataclasses.replace(pair.request("r1", tokens), prefill=())
+        restored = await pair.engine.restore_into(request, range(20, 60))
+        assert (restored.is_complete, restored.sources["l3"]) == (True, 160)
+        assert wrong(pair, tokens, range(20, 60), 160) == []
+        assert pair.core()["pages_passed_lost"] == 0
+        await pair.assert_nothing_held()
+    assert Replayer(journal).run().complete
 
 
 async def test_without_a_prefill_host_memory_and_storage_serve_what_they_have(make_pair) -> None:
