@@ -1,4 +1,4 @@
-"""Copies between host pages and the KV tensors of a host engine that has an order of its own within a block.
+"""Pages over the KV tensors of a host engine that has an order of its own within a block, and their copies.
 
 The host engine, such as vLLM, has one tensor per layer, [block, head, token, element] with any strides; an element row
 is K and V of one token and head side by side, or a latent vector. If kernels split blocks into parts, it is
@@ -11,26 +11,33 @@ A backend that packs the elements of a block's head in another order has a tenso
 position of each of [token, K or V, element] among them. Pages are always in tidekv's order, so that orders never mix
 under one key.
 
-On a GPU, copies to the host gather pages in the stream that computed them, so the host engine may reuse the blocks at
-once: a later write to them is later in that stream. Copies to blocks wait for all work that was in the stream when
-`mark` was called, because a block's previous user may still be writing to it.
+A page of a `BlockPool` is named by the last of its blocks, and its blocks are entered before a copy that names it. Some
+of them may be left out of copies to the device: those that hold their tokens already, and those behind the end of a
+prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
+import numpy.typing as npt
 import torch
 
-from tidekv.backends.copies.streams import Mark, Streams, streams_of
+from tidekv.backends.copies.streams import Mark, streams_of
+from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
-from tidekv.states.errors import InvalidConfig
+from tidekv.backends.memory import PageIndex
+from tidekv.states.errors import InvalidConfig, InvalidRequest
+from tidekv.states.types import PageIds, PoolMemory
 
 # Bytes are moved as integers, because torch has no scatter for every 8-bit float.
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ABSENT: Final = -1
+"""Stands for a block of a page that is not written."""
+CHUNK_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Bytes of pages that a copy converts at once: as fit in a processor's cache, or as a GPU has room for."""
 
 
 class PagedBlocks:
@@ -64,19 +71,10 @@ class PagedBlocks:
         self._order = order
         self._order_back = None if order is None else order.argsort()
 
-    def empty_pages(self, blocks: int) -> torch.Tensor:
-        """Return memory on the device for the pages that so many blocks form: uint8 [pages, page_bytes]."""
-        shape = (blocks // self.blocks_per_page, self.layout.page_bytes)
-        return torch.empty(shape, dtype=torch.uint8, device=self.device)
-
-    def read(self, blocks: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the bytes of whole pages, uint8 [pages, page_bytes] on the device; in `into`, if that is given.
-
-        `blocks` are those of the pages.
-        """
-        index = self._index(blocks)
-        page_bytes = self.empty_pages(len(blocks)) if into is None else into
-        pages = len(page_bytes)
+    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Return the bytes of the pages that `blocks` form, uint8 [pages, page_bytes] on the device."""
+        index, pages = self._index(blocks), len(blocks) // self.blocks_per_page
+        page_bytes = torch.empty((pages, self.layout.page_bytes), dtype=torch.uint8, device=self.device)
         found = page_bytes.view(self._element).view(pages, *self._page_shape())
         for number, layer in enumerate(self._layers):
             # From [page, block, head, part, token, K or V, element]
@@ -85,23 +83,24 @@ class PagedBlocks:
             found[:, number].copy_(rows.permute(0, 5, 1, 3, 4, 2, 6))
         return page_bytes
 
-    def write(self, page_bytes: torch.Tensor, blocks: Sequence[int], *, skip: int = 0) -> None:
-        """Overwrite blocks with whole pages, uint8 [pages, page_bytes] on the device.
-
-        `blocks` are the blocks of the pages in order, without the first `skip`; some at the end may be missing, too.
-        """
-        index = self._index(blocks)
+    def write(self, page_bytes: torch.Tensor, blocks: Sequence[int]) -> None:
+        """Overwrite the blocks of whole pages, uint8 [pages, page_bytes] on the device; none for `ABSENT`."""
+        present = [at for at, block in enumerate(blocks) if block != ABSENT]
+        index = self._index([blocks[at] for at in present])
+        chosen = None if len(present) == len(blocks) else self._index(present)
         pages = page_bytes.view(self._element).view(len(page_bytes), *self._page_shape())
         for number, layer in enumerate(self._layers):
             # The reverse of `read`: [page, block, head, part, token, K or V, element], then the axes of the layer.
-            rows = pages[:, number].permute(0, 2, 5, 3, 4, 1, 6).flatten(0, 1)[skip : skip + len(blocks)]
+            rows = pages[:, number].permute(0, 2, 5, 3, 4, 1, 6).flatten(0, 1)
+            if chosen is not None:
+                rows = rows.index_select(0, chosen)
             if layer.dim() == 5:
                 rows = rows.permute(0, 2, 1, 3, 4, 5)
             else:
                 rows = rows.flatten(2, 3)
             if self._order_back is not None:
                 rows = rows.flatten(-3).index_select(-1, self._order_back)
-            layer.index_copy_(0, index, rows.reshape(len(blocks), *layer.shape[1:]))
+            layer.index_copy_(0, index, rows.reshape(len(present), *layer.shape[1:]))
 
     def _whole_blocks(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the layer as [block, head, token, element] or [block, part, head, token, element]."""
@@ -145,64 +144,91 @@ class PagedBlocks:
         return index.to(self.device, non_blocking=True)
 
 
-Wait = Callable[[], int]
-"""Waits for a copy; returns how many pages were copied."""
+class BlockPool(DevicePool):
+    """The blocks as pages of the layout, for the copies of an engine to which they are lent. It has no rows: no other
+    process can write to its pages.
+    """
+
+    def __init__(self, blocks: PagedBlocks) -> None:
+        self.blocks = blocks
+        self.layout, self.num_pages, self.device = blocks.layout, blocks.num_blocks, blocks.device
+        self.groups, self.rows, self.k, self.v = (), (), (), ()
+        self.memory = PoolMemory(segments=(), page_count=self.num_pages)
+        self._entered: dict[int, tuple[tuple[int, ...], int]] = {}
+        """By page, its blocks, and how many calls use them."""
+
+    def enter(self, blocks: Sequence[int]) -> list[int]:
+        """Enter the pages that `blocks` form, some of which may be `ABSENT`; returns their names. `leave` removes them.
+
+        Raises InvalidRequest, having changed nothing, if a page of that name is entered with other blocks.
+        """
+        per_page = self.blocks.blocks_per_page
+        formed = [tuple(blocks[at : at + per_page]) for at in range(0, len(blocks), per_page)]
+        pages = [next(block for block in page[::-1] if block != ABSENT) for page in formed]
+        for name, page in zip(pages, formed, strict=True):
+            if self._entered.get(name, (page, 0))[0] != page:
+                raise InvalidRequest(f"block {name} is used as the end of another page")
+        for name, page in zip(pages, formed, strict=True):
+            self._entered[name] = page, self._entered.get(name, (page, 0))[1] + 1
+        return pages
+
+    def leave(self, pages: Sequence[int]) -> None:
+        """Remove pages that `enter` has returned, once."""
+        for name in pages:
+            page, uses = self._entered.pop(name)
+            if uses > 1:
+                self._entered[name] = page, uses - 1
+
+    def blocks_of(self, pages: PageIndex) -> list[int]:
+        """Return the blocks of pages that are entered, in order."""
+        return [block for page in pages.tolist() for block in self._entered[page][0]]
+
+    def read_pages(self, pages: PageIds | npt.ArrayLike) -> torch.Tensor:
+        """See `DevicePool.read_pages`."""
+        return self.blocks.read(self.blocks_of(self.check_pages(pages)))
+
+    def write_pages(self, pages: PageIds | npt.ArrayLike, page_bytes: torch.Tensor) -> None:
+        """See `DevicePool.write_pages`."""
+        self.blocks.write(page_bytes, self.blocks_of(self.check_pages(pages)))
 
 
-class BlockCopies:
-    """Copies whole pages both ways. The thread of the model calls `read` and `mark`, any other one `write`."""
+class BlockMover:
+    """Moves pages between a `BlockPool` and a host pool, in the current stream. On a GPU it returns before that."""
 
-    def __init__(self, blocks: PagedBlocks, host: HostPool, streams: Streams | None = None) -> None:
-        """`streams`: those of the blocks' device."""
-        self._blocks = blocks
+    def __init__(self, device: BlockPool, host: HostPool) -> None:
+        self._device = device
         self._host = host
-        self._streams = streams or streams_of(blocks.device)
-        self._to_host, self._to_device = self._streams.make(), self._streams.make()
-        self._gathered: list[tuple[Mark, torch.Tensor]] = []
-        """Pages on their way to the host: their memory must not be used again before."""
+        self._chunk = max(1, CHUNK_BYTES[device.device.type] // host.layout.page_bytes)
 
-    def read(self, blocks: Sequence[int], pages: Sequence[int]) -> Wait:
-        """Start copying the pages that `blocks` form to host pages. The returned call waits for the copy."""
-        self._gathered = [(mark, rows) for mark, rows in self._gathered if not mark.is_reached()]
-        computing = self._streams.current()
-        rows = self._blocks.empty_pages(len(blocks))
-        computing.run(lambda: self._gather(blocks, rows))
-        self._to_host.follow(computing.mark())
-        self._to_host.run(partial(self._take, rows, pages))
-        ended = self._to_host.mark()
-        self._gathered.append((ended, rows))
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Copy host pages to device pages, pairwise."""
+        for first in range(0, len(host_pages), self._chunk):
+            sources, targets = host_pages[first : first + self._chunk], device_pages[first : first + self._chunk]
+            if self._host.pinned:
+                rows = torch.empty(
+                    (len(sources), self._host.layout.page_bytes), dtype=torch.uint8, device=self._device.device
+                )
+                for row, page in zip(rows, sources.tolist(), strict=True):
+                    row.copy_(self._host.buffer[page], non_blocking=True)
+            else:
+                rows = self._host.buffer.index_select(0, torch.from_numpy(sources))
+            self._device.write_pages(targets, rows)
 
-        def wait() -> int:
-            ended.wait()
-            return len(pages)
+    def to_device_by_layer(
+        self, host_pages: PageIndex, device_pages: PageIndex, on_layer: Callable[[Mark], None]
+    ) -> None:
+        """As `to_device`; all layers are marked at the end."""
+        self.to_device(host_pages, device_pages)
+        for _ in range(self._host.layout.groups[0].layout.num_layers):
+            on_layer(streams_of(self._device.device).current().mark())
 
-        return wait
-
-    def mark(self) -> Mark:
-        """Return a mark at the current position of the stream, for `write` to wait for."""
-        return self._streams.current().mark()
-
-    def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: Mark) -> None:
-        """Copy host pages to the blocks that they form, without the first `skip`. Returns after the copy."""
-        self._to_device.follow(after)
-        self._to_device.run(partial(self._bring, pages, blocks, skip))
-        self._to_device.mark().wait()
-
-    def _gather(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
-        self._blocks.read(blocks, rows)
-
-    def _take(self, rows: torch.Tensor, pages: Sequence[int]) -> None:
-        if self._host.pinned:
-            for row, page in zip(rows, pages, strict=True):
-                self._host.buffer[page].copy_(row, non_blocking=True)
-        else:
-            self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
-
-    def _bring(self, pages: Sequence[int], blocks: Sequence[int], skip: int) -> None:
-        if self._host.pinned:
-            rows = self._blocks.empty_pages(len(pages) * self._blocks.blocks_per_page)
-            for row, page in zip(rows, pages, strict=True):
-                row.copy_(self._host.buffer[page], non_blocking=True)
-        else:
-            rows = self._host.buffer.index_select(0, torch.tensor(pages))
-        self._blocks.write(rows, blocks, skip=skip)
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Copy device pages to host pages, pairwise."""
+        for first in range(0, len(host_pages), self._chunk):
+            rows = self._device.read_pages(device_pages[first : first + self._chunk])
+            targets = host_pages[first : first + self._chunk]
+            if self._host.pinned:
+                for row, page in zip(rows, targets.tolist(), strict=True):
+                    self._host.buffer[page].copy_(row, non_blocking=True)
+            else:
+                self._host.buffer.index_copy_(0, torch.from_numpy(targets), rows)

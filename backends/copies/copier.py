@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tidekv.backends.checksums import FoundChecksums, HostChecksums
 from tidekv.backends.completions import Completions
+from tidekv.backends.copies.block_order import BlockMover, BlockPool
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover
 from tidekv.backends.copies.cuda import CopyChoice, CudaMover, OnLayer, StagedCloner
 from tidekv.backends.copies.lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
@@ -45,7 +46,7 @@ SMALL_BYTES_MAX: Final = 128 << 10
 SMALL_STEPS_MAX: Final = 64
 
 Pages: TypeAlias = "PageIds | npt.ArrayLike"
-Mover: TypeAlias = "CudaMover | PageMover | CheckedMover"
+Mover: TypeAlias = "BlockMover | CudaMover | PageMover | CheckedMover"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,17 @@ class PageCopier:
         self._device = device
         self._host = host
         self._mover: Mover | None = None
-        if host is not None:
+        self._cloner: StagedCloner | PageCloner | None = None
+        if isinstance(device, BlockPool):
+            self._mover = None if host is None else BlockMover(device, host)
+        elif host is not None:
             self._mover = CudaMover(device, host, choice or CopyChoice()) if on_cuda else PageMover(device, host)
             if isinstance(checksums, HostChecksums):
                 self._mover = CheckedMover(PageMover(device, host), checksums)
         self._found = checksums if isinstance(checksums, FoundChecksums) else None
-        self._cloner: StagedCloner | PageCloner = StagedCloner(device) if on_cuda else PageCloner(device)
-        self._small_pages_max = 0 if on_cuda else _small_pages(self._mover, self._cloner, device.layout.page_bytes)
+        if not isinstance(device, BlockPool):
+            self._cloner = StagedCloner(device) if on_cuda else PageCloner(device)
+        self._small_pages_max = _small_pages(self._mover, self._cloner, device.layout.page_bytes)
         self._lanes = CopyLanes(device.device) if lanes is None else lanes
         self._owns_lanes = lanes is None
         self._closing = False
@@ -179,7 +184,12 @@ class PageCopier:
         return copy
 
     def clone(self, source_pages: Pages, target_pages: Pages) -> asyncio.Future[None]:
-        """Copy device pages to other device pages, pairwise; as `to_device`, in the same lane."""
+        """Copy device pages to other device pages, pairwise; as `to_device`, in the same lane.
+
+        Raises InvalidRequest for the blocks of a host engine.
+        """
+        if self._cloner is None:
+            raise InvalidRequest("blocks of a host engine are not copied to each other")
         sources, targets = self._device.check_pages(source_pages), self._device.check_pages(target_pages)
         return self._submit(CLONE, partial(self._cloner.clone, sources, targets), len(sources), len(targets))
 
@@ -298,11 +308,11 @@ def _damaged(host_pages: PageIndex, intact: int, words: str) -> PagesDamaged:
     return PagesDamaged(text, intact=intact)
 
 
-def _small_pages(mover: Mover | None, cloner: StagedCloner | PageCloner, page_bytes: int) -> int:
-    """Return the maximum number of pages of a small copy; 0 disables small copies."""
+def _small_pages(mover: Mover | None, cloner: StagedCloner | PageCloner | None, page_bytes: int) -> int:
+    """Return the maximum number of pages of a small copy; 0 disables small copies, on a GPU and of blocks."""
     kinds = PageMover | CheckedMover | PageCloner
-    steps = max(part.steps_a_page for part in (mover, cloner) if isinstance(part, kinds))
-    return min(SMALL_BYTES_MAX // page_bytes, SMALL_STEPS_MAX // steps)
+    steps = max((part.steps_a_page for part in (mover, cloner) if isinstance(part, kinds)), default=0)
+    return min(SMALL_BYTES_MAX // page_bytes, SMALL_STEPS_MAX // steps) if steps else 0
 
 
 def _by_layer(mover: Mover, sources: PageIndex, targets: PageIndex, on_layer: OnLayer, layers: int) -> None:

@@ -168,7 +168,7 @@ class IndexPieces:
 
 def layer_count(device: DevicePool) -> int:
     """Return the number of layers of the deepest group."""
-    return max(group.layout.num_layers for group in device.groups)
+    return max(group.layout.num_layers for group in device.layout.groups)
 
 
 def check_layer(layer: int, *, of: int) -> None:

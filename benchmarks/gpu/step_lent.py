@@ -2,7 +2,7 @@
 
 The contract tests of both integrations, which need neither, drive them with a model that is behind its stream. An
 engine with `device="lent"` restores into them and is offered what they hold, by way of all sources; and the copies
-of the vLLM connector move whole pages between blocks of any strides and host memory, behind a forward pass that spins.
+of the storage role move pages between vLLM's blocks of any strides and host memory, behind a forward pass that spins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.gpu.copy_rig import CopyRig, Forward
 from benchmarks.gpu.report import Report, Setting
 from benchmarks.gpu.step_tests import run_pytest
 from demo.prefill_process import PrefillOrder, PrefillProcess
-from tidekv.backends.copies.block_order import BlockCopies, PagedBlocks
+from tidekv.backends.copies.block_order import BlockMover, BlockPool, PagedBlocks
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -170,12 +170,13 @@ def naive_page(tensors: list[torch.Tensor], block: int) -> torch.Tensor:
 
 
 def check_blocks(rig: CopyRig, order: str, *, rounds: int) -> str:
-    """Save blocks behind a forward pass that spins, reuse them at once, and load them elsewhere."""
+    """Save blocks behind a forward pass that spins, in its stream, reuse them at once, and load them elsewhere."""
     count = 24
     tensors = blocks_of(order, count, rig.device)
     blocks = PagedBlocks(tensors, layout=LAYOUT, block_size=PAGE, num_blocks=count)
     host = HostPool.allocate(LAYOUT, count)
-    copies = BlockCopies(blocks, host)
+    pool = BlockPool(blocks)
+    mover = BlockMover(pool, host)
     forward = Forward(rig)
     random = np.random.default_rng(5)
     for _ in range(rounds):
@@ -187,24 +188,24 @@ def check_blocks(rig: CopyRig, order: str, *, rounds: int) -> str:
         if rig.stand_ins is not None:
             forward.synchronize()  # On the CPU these copies are made at once.
         chosen = random.permutation(count)[:8].tolist()
-        pages = random.permutation(count)[:8].tolist()
-        with forward.current():
-            wait = copies.read(chosen, pages)
+        pages = random.permutation(count)[:8]
+        entered = pool.enter(chosen)
+        forward.do(partial(mover.to_host, np.array(entered), pages))
         for tensor in tensors:
             forward.do(tensor.zero_)
-        wait()
+        rig.synchronize()
+        pool.leave(entered)
         expected = [naive_page(wanted, block) for block in chosen]
-        for page, values in zip(pages, expected, strict=True):
+        for page, block, values in zip(pages.tolist(), chosen, expected, strict=True):
             if not torch.equal(host.buffer[page], values):
-                return f"a saved page differs from block {chosen[pages.index(page)]}"
+                return f"a saved page differs from block {block}"
         targets = random.permutation(count)[:8].tolist()
         forward.spin(10)
         forward.do(lambda: tensors[0].fill_(1))
-        if rig.stand_ins is not None:
-            forward.synchronize()
-        with forward.current():
-            after = copies.mark()
-        copies.write(pages, targets, skip=0, after=after)
+        entered = pool.enter(targets)
+        forward.do(partial(mover.to_device, pages, np.array(entered)))
+        rig.synchronize()
+        pool.leave(entered)
         for block, values in zip(targets, expected, strict=True):
             if not torch.equal(naive_page(tensors, block), values):
                 return f"loaded block {block} differs"

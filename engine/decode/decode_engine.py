@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
+from tidekv.backends.keys.namespaces import namespace_of_seed
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.arrivals import Arrivals
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from tidekv.engine.kv_events.watcher import ServerEvents
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
+    from tidekv.states.handover.rank_place import RankPlace
     from tidekv.transports.base import Transport
 
 Tier = Literal["l1", "l2", "l3"]
@@ -114,6 +116,12 @@ class DecodeEngine:
         Raises InvalidConfig for an engine in lent device pages, EngineClosed if it was entered.
         """
         self._runtime.recompute_with(recompute)
+
+    def place_in_storage(self, place: RankPlace) -> None:
+        """Read and write the pages in storage that a rank at this place has, without the other ranks: each restores and
+        stores alone. Call it before the engine is entered. Raises InvalidConfig with `ranks`, which have a place.
+        """
+        self._runtime.place_in_storage(place)
 
     async def __aenter__(self) -> Self:
         """Start all parts. If one raises, stop all and raise its error; EngineClosed if entered before."""
@@ -241,6 +249,7 @@ class DecodeEngine:
         namespace: str = "",
         lora_name: str = "",
         component_pages: LentComponents | None = None,
+        key_seed: bytes | None = None,
         hold_s: float = 1.0,
     ) -> asyncio.Future[OfferedPages]:
         """Write KV that the caller computed in device pages of its own to host memory and storage (`config.device`
@@ -253,6 +262,7 @@ class DecodeEngine:
         that they wait at most `hold_s` seconds for room and for storage; what then was not copied is declined.
         `component_pages`: by component, its pages at the end of the last full page: all that cover the window there,
         the record of the state as it was there. A component that is left out is sent by prefill at that end.
+        `key_seed`: as in `DecodeRequest`, in place of a namespace.
 
         The offer is taken at once. The future ends when nothing reads the pages any more; do not write to them before.
         Cancelling it does not stop that. Raises InvalidRequest, having changed nothing, if a page is lent to a request.
@@ -260,7 +270,7 @@ class DecodeEngine:
         """
         self._check_mode("offer", "lent")
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        joined = self._arrivals.namespace(namespace, lora_name)
+        joined = self._arrivals.namespace(namespace, lora_name) if key_seed is None else namespace_of_seed(key_seed)
         within_s: float = checked(hold_s, SecondsOrZero, "hold_s")
         return self._lending.offer(packed, pages, start_token, joined, component_pages, hold_s=within_s)
 

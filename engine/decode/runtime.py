@@ -49,6 +49,7 @@ from tidekv.engine.watching import Watcher
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.records.stages import State
 from tidekv.states.types import FULL
 from tidekv.states.validation import checked, short
@@ -194,6 +195,13 @@ class Runtime:
                 "leave one of them out"
             )
         self._server_events = server_events
+
+    def place_in_storage(self, place: RankPlace) -> None:
+        """See `DecodeEngine.place_in_storage`."""
+        checked(place, RankPlace, "place", InvalidConfig)
+        if self.rank_group is not None:
+            raise InvalidConfig("ranks have their own places in storage: leave out place_in_storage")
+        self.storage_in_use.place = place
 
     def recompute_with(self, recompute: Recompute) -> None:
         """See `DecodeEngine.recompute_with`."""

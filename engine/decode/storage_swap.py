@@ -86,6 +86,8 @@ class StorageInUse:
         self.component_pages: dict[str, Storage] = {}
         """By component, the engines of components that have host pages."""
         self.retired: list[Storage] = []
+        self.place = place_of(parts.rank_group)
+        """The rank whose pages these are."""
         self._runtime = parts
         self._first = first
         self.given = first
@@ -259,7 +261,7 @@ class StorageInUse:
         """Open a storage for full pages, and one for each component."""
         parts = self._runtime
         assert parts.host is not None
-        layout = layout_at(place_of(parts.rank_group), parts.identity)
+        layout = layout_at(self.place, parts.identity)
         full: Storage = storage
         component_pages: dict[str, Storage] = {}
         try:

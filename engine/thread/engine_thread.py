@@ -286,6 +286,7 @@ class EngineThread:
         start_token: int = 0,
         namespace: str = "",
         component_pages: LentComponents | None = None,
+        key_seed: bytes | None = None,
         on_done: OnDone | None = None,
     ) -> int:
         """Write computed KV through to host memory and storage; returns its ticket. Never waits.
@@ -301,7 +302,12 @@ class EngineThread:
 
         async def work() -> Outcome:
             done = self._engine.offer(
-                packed, offered, start_token=start_token, namespace=namespace, component_pages=components
+                packed,
+                offered,
+                start_token=start_token,
+                namespace=namespace,
+                component_pages=components,
+                key_seed=key_seed,
             )
             return Offered(ticket.number, await done)
 

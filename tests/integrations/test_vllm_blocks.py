@@ -1,4 +1,4 @@
-"""vLLM's paged tensors as pages of tidekv: every layout that vLLM has, element by element, and host pages by key."""
+"""vLLM's paged tensors as pages of tidekv: every layout that vLLM has, element by element."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidekv import KVLayout
-from tidekv.backends.copies.block_order import PagedBlocks
-from tidekv.engine.integrations.vllm.pages import HostCache
+from tidekv.backends.copies.block_order import ABSENT, PagedBlocks
 from tidekv.engine.integrations.vllm.settings import in_order
-from tidekv.states.errors import BrokenInvariant, InvalidConfig
+from tidekv.states.errors import InvalidConfig
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 3, 2, 4, 4, 7
 # Memory orders of [layer, block, head, token, element]: those of vLLM's KVCacheLayout.
@@ -81,22 +79,22 @@ def test_a_page_is_read_and_written_byte_for_byte(order: str, kind: str, dtype: 
     before = [page_bytes(theirs, layout, [block], parts) for block in range(BLOCKS)]
     other = PagedBlocks(theirs, layout=layout, block_size=BLOCK, num_blocks=BLOCKS)
     skip = per_page - 1
-    other.write(read, blocks[skip:], skip=skip)
+    other.write(read, [ABSENT] * skip + blocks[skip:])
     expected = {block: page_bytes(tensors, layout, [block], parts) for block in blocks[skip:]}
     after = [page_bytes(theirs, layout, [block], parts) for block in range(BLOCKS)]
     assert after == [expected.get(block, before[block]) for block in range(BLOCKS)]
 
 
-def test_the_last_blocks_of_a_page_may_be_left_out() -> None:
+def test_any_blocks_of_a_page_may_be_left_out() -> None:
     layout = layout_of("mha", "float32", 3)
     tensors = tensors_of(layout, "LBNHC", 1, seed=1)
     ours = PagedBlocks(tensors, layout=layout, block_size=BLOCK, num_blocks=BLOCKS)
     read = ours.read([0, 1, 2])
     before = page_bytes(tensors, layout, [5], 1)
-    ours.write(read, [3, 4], skip=1)
+    ours.write(read, [ABSENT, 3, 4])
     assert page_bytes(tensors, layout, [3], 1) == page_bytes(tensors, layout, [1], 1)
     assert page_bytes(tensors, layout, [4], 1) == page_bytes(tensors, layout, [2], 1)
-    ours.write(read, [6])
+    ours.write(read, [6, ABSENT, ABSENT])
     assert page_bytes(tensors, layout, [6], 1) == page_bytes(tensors, layout, [0], 1)
     assert page_bytes(tensors, layout, [5], 1) == before
 
@@ -114,94 +112,6 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     shuffled = random.Random(1).sample(names, len(names))
     tensors = {name: torch.tensor(names.index(name)) for name in shuffled}
     assert [int(tensor) for tensor in in_order(tensors)] == list(range(12))
-
-
-KEYS = [bytes([number]) * 32 for number in range(6)]
-
-
-class HostPages(RuleBasedStateMachine):
-    """Any mix of taking, keeping, finding and giving back: no page is two things, and no key finds other bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = HostCache(4)
-        self.lent: list[int] = []
-        self.bytes_of: dict[int, bytes] = {}
-        self.written = 0
-
-    @rule(count=st.integers(0, 5))
-    def take(self, count: int) -> None:
-        available = self.cache.available()
-        taken = self.cache.take(count)
-        assert len(taken) == min(count, available)
-        assert not set(taken) & set(self.lent), "a lent page was lent again for new bytes"
-        for page in taken:
-            self.written += 1
-            self.bytes_of[page] = b"new %d" % self.written
-        self.lent += taken
-
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data(), key=st.sampled_from(KEYS))
-    def keep(self, data: st.DataObject, key: bytes) -> None:
-        page = data.draw(st.sampled_from(self.lent))
-        if self.bytes_of[page].startswith(b"new"):
-            self.cache.keep(key, page)
-            if self.cache.find(key) == page:
-                self.bytes_of[page] = key
-                self.cache.give_back([page])
-            else:
-                other = self.cache.find(key)
-                assert other is not None
-                self.cache.give_back([other, other])
-                self.bytes_of[page] = b"kept by another page"
-
-    @rule(key=st.sampled_from(KEYS))
-    def find(self, key: bytes) -> None:
-        page = self.cache.find(key)
-        if page is not None:
-            assert self.bytes_of[page] == key
-            self.lent.append(page)
-
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        page = data.draw(st.sampled_from(self.lent))
-        self.lent.remove(page)
-        self.cache.give_back([page])
-
-    @invariant()
-    def pages_are_lent_or_available(self) -> None:
-        assert self.cache.available() + len(set(self.lent)) == self.cache.page_count
-        assert self.cache.cached() <= self.cache.page_count
-
-
-TestHostPages = HostPages.TestCase
-
-
-def test_pages_longest_unused_go_first() -> None:
-    cache = HostCache(2)
-    pages = cache.take(2)
-    for key, page in zip(KEYS, pages, strict=False):
-        cache.keep(key, page)
-    cache.give_back(pages)
-    found = cache.find(KEYS[0])
-    assert found == pages[0]
-    cache.give_back([pages[0]])
-    assert cache.take(1) == [pages[1]]
-    assert cache.find(KEYS[1]) is None
-    assert cache.find(KEYS[0]) == pages[0]
-
-
-def test_host_pages_are_given_back_once() -> None:
-    cache = HostCache(1)
-    with pytest.raises(InvalidConfig, match="needs at least one page"):
-        HostCache(0)
-    (page,) = cache.take(1)
-    cache.give_back([page])
-    with pytest.raises(BrokenInvariant, match="given back twice"):
-        cache.give_back([page])
-    with pytest.raises(BrokenInvariant, match="not lent"):
-        cache.keep(KEYS[0], page)
 
 
 @given(st.permutations(list(range(BLOCKS))))

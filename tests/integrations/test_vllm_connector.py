@@ -66,16 +66,16 @@ PROMPT = [*range(100, 100 + 4 * BLOCK), 1, 2]
 def test_what_one_vllm_computed_another_loads(connector: ModuleType, uri: str, spec: Any) -> None:
     writer = Vllm(connector, uri, seed=1, spec=spec, backend="TRITON_MLA" if spec.head_size_v == 0 else "TRITON_ATTN")
     assert writer.serve(PROMPT, [7, 3, 11, 2, 5]) == 0
-    assert writer.counts == {"lookups": 1, "save_pages_stored": 4}
+    assert writer.counts == {"lookups": 1, "offer_pages_written": 4}
     writer.close()
     reader = Vllm(connector, uri, seed=2, spec=spec, backend="FLASHMLA" if spec.head_size_v == 0 else "FLASHINFER")
     before = reader.page(5)
     assert reader.serve(PROMPT, [1, 2, 3, 4, 5]) == 4 * BLOCK
     assert [reader.page(block) for block in (1, 2, 3, 4)] == [writer.page(block) for block in (7, 3, 11, 2)]
     assert reader.page(5) == before
-    assert reader.counts == {"lookups": 1, "load_pages_storage": 4}
+    assert reader.counts == {"lookups": 1, "restore_tokens_l3": 4 * BLOCK}
     assert reader.serve(PROMPT, [11, 12, 13, 14, 15]) == 4 * BLOCK
-    assert reader.counts["load_pages_host"] == 4
+    assert reader.counts["restore_tokens_l2"] == 4 * BLOCK
     reader.close()
     reader.close()
 
@@ -85,7 +85,7 @@ def test_a_page_that_storage_lost_is_recomputed_and_stored_again(connector: Modu
     writer.serve(PROMPT, [0, 1, 2, 3, 4])
     writer.close()
     reader = Vllm(connector, uri, seed=2)
-    storage = reader.worker.connector_worker.pages._storage
+    storage = reader.worker.connector_worker.engine.engine._engine._runtime.storage
     read = storage.get_into
 
     async def lossy(keys: Sequence[bytes], pages: Any, *, timeout_s: float) -> list[bool]:
@@ -97,9 +97,9 @@ def test_a_page_that_storage_lost_is_recomputed_and_stored_again(connector: Modu
     assert reader.invalid == {7, 8}
     assert reader.counts == {
         "lookups": 1,
-        "load_pages_storage": 2,
-        "load_pages_missing": 2,
-        "save_pages_stored": 2,
+        "restore_tokens_l3": 2 * BLOCK,
+        "restores_partial": 1,
+        "offer_pages_written": 2,
     }
     assert [reader.page(block) for block in (5, 6)] == [writer.page(block) for block in (0, 1)]
     storage.get_into = read
@@ -120,11 +120,11 @@ def test_a_request_is_held_until_its_last_pages_are_read(connector: ModuleType, 
     request.num_tokens, request.num_computed_tokens = 17, 16
     assert vllm.scheduler.request_finished_all_groups(request, ([0, 1],)) == (True, None)
     sending, _ = vllm.step({}, [])
-    assert sending == {"r"}
-    assert vllm.step({}, []) == (set(), set())
     vllm.settle()
-    vllm.step({}, [])
-    assert vllm.counts["save_pages_stored"] == 2
+    later, _ = vllm.step({}, [])
+    assert sending ^ later == {"r"}, "reported once"
+    assert vllm.step({}, []) == (set(), set())
+    assert vllm.counts["offer_pages_written"] == 2
     vllm.close()
 
 
@@ -136,7 +136,7 @@ def test_only_the_first_of_ranks_with_the_same_latents_writes(connector: ModuleT
     second.close()
     first = Vllm(connector, uri, rank=2, **mla)
     first.serve(PROMPT, [0, 1, 2, 3, 4])
-    assert first.counts == {"lookups": 1, "save_pages_stored": 4}
+    assert first.counts == {"lookups": 1, "offer_pages_written": 4}
     first.close()
 
 
@@ -155,7 +155,7 @@ def test_a_rank_that_writes_nothing_reports_its_blocks_as_read(connector: Module
     assert vllm.scheduler.request_finished_all_groups(request, ([0, 1],)) == (True, None)
     sending, _ = vllm.step({}, [])
     assert sending == {"r"}
-    assert "save_pages_stored" not in vllm.counts
+    assert "offer_pages_written" not in vllm.counts
     vllm.close()
 
 
@@ -165,7 +165,7 @@ def test_slices_of_ranks_are_their_own(connector: ModuleType, uri: str) -> None:
     assert first.serve(PROMPT, [5, 6, 7, 8, 9]) == 0, "the other rank has stored nothing"
     second = Vllm(connector, uri, tensor_parallel_size=2, rank=1, seed=2)
     assert second.serve(PROMPT, [0, 1, 2, 3, 4]) == 0
-    assert second.counts["save_pages_stored"] == 4
+    assert second.counts["offer_pages_written"] == 4
     assert second.serve(PROMPT, [5, 6, 7, 8, 9]) == 4 * BLOCK
     assert second.page(5) == second.page(0) != first.page(0)
     first.close()
@@ -394,8 +394,8 @@ def test_options_that_stand_for_those_of_other_connectors_exist() -> None:
 def test_counts_are_summed_and_shown(connector: ModuleType) -> None:
     one = connector.TidekvConnector.build_kv_connector_stats({"lookups": 1})
     assert connector.TidekvConnector.build_kv_connector_stats().is_empty()
-    both = one.aggregate(connector.TidekvStats(data={"lookups": 2, "load_pages_host": 3, "save_pages_dropped": 0}))
-    assert both.reduce() == {"lookups": 3, "load_pages_host": 3}
+    both = one.aggregate(connector.TidekvStats(data={"lookups": 2, "restore_tokens_l2": 3, "offer_pages_declined": 0}))
+    assert both.reduce() == {"lookups": 3, "restore_tokens_l2": 3}
     both.reset()
     assert both.is_empty()
 
@@ -404,11 +404,11 @@ def test_counts_are_prometheus_counters_of_vllm(connector: ModuleType) -> None:
     registry = prometheus_client.CollectorRegistry()
     types = {prometheus_client.Counter: partial(prometheus_client.Counter, registry=registry)}
     metrics = connector.TidekvConnector.build_prom_metrics(None, types, ["model_name", "engine"], {0: ["m", "0"]})
-    metrics.observe({"lookups": 2, "load_pages_host": 3})
+    metrics.observe({"lookups": 2, "restore_tokens_l2": 3})
     metrics.observe({"lookups": 1})
     page = prometheus_client.generate_latest(registry).decode()
     assert 'vllm:tidekv_lookups_total{engine="0",model_name="m"} 3.0' in page
-    assert 'vllm:tidekv_load_pages_host_total{engine="0",model_name="m"} 3.0' in page
+    assert 'vllm:tidekv_restore_tokens_l2_total{engine="0",model_name="m"} 3.0' in page
     assert all(f"vllm:tidekv_{name}_total" in page for name in COUNTS)
 
 

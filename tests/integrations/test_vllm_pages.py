@@ -1,10 +1,12 @@
-"""A vLLM worker's pages: loads and saves with storage that is good, slow, broken or full, and blocks that show it."""
+"""A vLLM worker of the storage role: loads and saves with storage that is good, slow, broken or full, and blocks that
+show it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any  # The wrapped engine's calls are passed on as they are.
@@ -12,24 +14,33 @@ from typing import Any  # The wrapped engine's calls are passed on as they are.
 import pytest
 import torch
 
-from tests.support.placing_storage import PlacingStorage
+from tests.support.vllm_contract import settle
 from tests.support.waits import LIMIT_S
 from tidekv import KVLayout
 from tidekv.backends.copies.block_order import PagedBlocks
+from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine import shared_storage
-from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
-from tidekv.engine.integrations.vllm.pages import WorkerPages
 from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
+from tidekv.engine.integrations.vllm.storage_role import WorkerEngine
 from tidekv.engine.shared_storage import BreakerLimits
 from tidekv.states.errors import EngineClosed, InvalidConfig, StorageFailed
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 4, 4, 40
 LAYOUT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)
 KEYS = [bytes([number]) * 32 for number in range(1, 30)]
+
+
+def tokens_of(prompt: int, tokens: int) -> bytes:
+    return pack_tokens([prompt * 1000 + at for at in range(tokens)])
+
+
+def keys_of(prompt: int, pages: int) -> list[bytes]:
+    return page_digests(tokens_of(prompt, pages * BLOCK), BLOCK)
 
 
 class Storehouse:
@@ -82,24 +93,18 @@ class Storehouse:
 
 
 class Worker:
-    """Tensors full of noise, and pages over them."""
+    """Tensors full of noise, and the engine in them."""
 
     def __init__(
-        self,
-        uri: str,
-        *,
-        seed: int = 0,
-        host_pages: int = 16,
-        layout: KVLayout = LAYOUT,
-        kind: Callable[[Storage], Any] = Storehouse,
-        **settings: Any,
+        self, uri: str, *, seed: int = 0, host_pages: int = 16, layout: KVLayout = LAYOUT, **settings: Any
     ) -> None:
-        """`kind` wraps the engine for the test."""
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM)
         self.tensors = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        self.ended: list[LoadEnded] = []
-        self.store = kind(open_storage(uri))
-        shared = Shared(
+        self.ended: dict[str, tuple[int, ...]] = {}
+        """By load that has ended, the blocks that it left out."""
+        self.freed: set[str] = set()
+        self.store: Any = Storehouse(open_storage(uri))
+        self.shared = Shared(
             settings=ConnectorSettings(uri=uri, host=host_pages * layout.page_bytes, **settings),
             layout=layout,
             model="m",
@@ -113,30 +118,46 @@ class Worker:
             saves=True,
         )
         blocks = PagedBlocks(list(self.tensors), layout=layout, block_size=BLOCK, num_blocks=BLOCKS)
-        self.pages = WorkerPages(self.store, blocks=blocks, shared=shared)
+        self.engine = WorkerEngine(self.store, blocks=blocks, shared=self.shared)
+        self.page = layout.page_size
+
+    @property
+    def copier(self) -> Any:
+        return self.engine.engine._engine._runtime.copier
 
     def block(self, number: int) -> torch.Tensor:
         return self.tensors[:, number].clone()
 
-    def save(self, first: int, count: int) -> None:
-        """Save blocks 0, 1, … under keys `first`, `first` + 1, …"""
-        self.pages.save(SaveJob("s", tuple(KEYS[first : first + count]), tuple(range(count))))
+    def save(self, count: int, *, prompt: int = 0, name: str = "s") -> None:
+        """Save the first pages of a prompt, which blocks 0, 1, … hold."""
+        per_page = self.page // BLOCK
+        self.engine.save(SaveJob(name, b"", tokens_of(prompt, count * self.page), 0, tuple(range(count * per_page))))
 
-    def load(self, first: int, count: int, *, at: int = 20, name: str = "r") -> None:
-        """Load keys `first`, … into blocks `at`, …"""
-        self.pages.load(LoadJob(name, tuple(KEYS[first : first + count]), tuple(range(at, at + count))))
+    def load(self, count: int, *, prompt: int = 0, at: int = 20, have: int = 0, name: str = "r") -> None:
+        """Load the first pages of a prompt into blocks `at`, …, of which vLLM has the first `have`."""
+        blocks = tuple(range(at, at + count * self.page // BLOCK))
+        self.engine.load(LoadJob(name, b"", tokens_of(prompt, count * self.page), blocks, have * BLOCK))
 
     def settled(self) -> dict[str, int]:
         """Wait until nothing is on its way; returns what was counted."""
-        self.pages._loop.call(_idle(self.pages))
-        self.ended += self.pages.take_ended()
-        return {name: count for name, count in self.pages.take_counts().items() if count}
+        settle(self.engine)
+        self.take()
+        return {name: count for name, count in self.engine.take_counts().items() if count}
 
+    def take(self) -> None:
+        freed, loaded = self.engine.take_finished()
+        invalid = self.engine.take_invalid_blocks()
+        assert not loaded & self.ended.keys(), "reported twice"
+        self.freed |= freed
+        self.ended.update(dict.fromkeys(loaded, tuple(sorted(invalid))))
 
-async def _idle(pages: WorkerPages) -> None:
-    while len(pages._tasks):
-        pages._changed.clear()
-        await pages._changed.wait()
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Take what has ended until that is so."""
+        end_s = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < end_s
+            self.take()
+            time.sleep(0.001)
 
 
 @pytest.fixture
@@ -154,9 +175,9 @@ def worker(uri: str) -> Iterator[Callable[..., Worker]]:
 
     yield make
     for one in made:
-        for gate in getattr(one.store, "held", {}).values():
+        for gate in one.store.held.values():
             gate.set()
-        one.pages.close()
+        one.engine.close()
 
 
 def same(theirs: Worker, ours: Worker, pairs: Sequence[tuple[int, int]]) -> bool:
@@ -165,16 +186,16 @@ def same(theirs: Worker, ours: Worker, pairs: Sequence[tuple[int, int]]) -> bool
 
 def test_what_one_worker_saved_another_loads(worker: Callable[..., Worker]) -> None:
     writer, reader = worker(seed=1), worker(seed=2)
-    writer.save(0, 5)
-    assert writer.settled() == {"save_pages_stored": 5}
+    writer.save(5)
+    assert writer.settled() == {"offer_pages_written": 5}
     untouched = reader.block(25)
-    reader.load(0, 5)
-    assert reader.settled() == {"load_pages_storage": 5}
-    assert reader.ended == [LoadEnded("r")]
+    reader.load(5)
+    assert reader.settled() == {"restore_tokens_l3": 5 * BLOCK}
+    assert reader.ended == {"r": ()}
     assert same(writer, reader, [(number, 20 + number) for number in range(5)])
     assert torch.equal(reader.block(25), untouched)
-    reader.load(0, 5, at=30, name="again")
-    assert reader.settled() == {"load_pages_host": 5}, "host memory has them now"
+    reader.load(5, at=30, name="again")
+    assert reader.settled() == {"restore_tokens_l2": 5 * BLOCK}, "host memory has them now"
     assert same(writer, reader, [(number, 30 + number) for number in range(5)])
 
 
@@ -184,139 +205,178 @@ def test_a_worker_labels_what_it_stores(worker: Callable[..., Worker], uri: str)
     assert read_label(holding.label) == label_of(LAYOUT.identity("m"))
 
 
-def test_what_is_read_out_may_be_overwritten_at_once(worker: Callable[..., Worker]) -> None:
+def held_copies(one: Worker, gate: threading.Event, begun: threading.Event, name: str = "to_host") -> None:
+    """Let copies of a worker wait for the gate."""
+    move = getattr(one.copier._mover, name)
+
+    def slow(*given: Any) -> None:
+        begun.set()
+        gate.wait(LIMIT_S)
+        move(*given)
+
+    setattr(one.copier._mover, name, slow)
+
+
+def test_blocks_of_a_preempted_request_are_released_once_they_were_read(worker: Callable[..., Worker]) -> None:
     writer, reader = worker(seed=1), worker(seed=2)
-    writer.store.held["exists"] = threading.Event()
     saved = [writer.block(number) for number in range(3)]
-    writer.save(0, 3)
+    gate, begun = threading.Event(), threading.Event()
+    held_copies(writer, gate, begun)
+    writer.save(3)
+    assert begun.wait(LIMIT_S)
+    threading.Timer(0.05, gate.set).start()
+    writer.engine.release("s")
+    assert gate.is_set(), "released while the copy still read its blocks"
     writer.tensors.zero_()
-    writer.store.held["exists"].set()
-    assert writer.settled() == {"save_pages_stored": 3}
-    reader.load(0, 3)
+    assert writer.settled() == {"offer_pages_written": 3}
+    reader.load(3)
     reader.settled()
     assert all(torch.equal(reader.block(20 + number), page) for number, page in enumerate(saved))
 
 
+def test_a_finished_request_is_reported_once_its_blocks_were_read(worker: Callable[..., Worker]) -> None:
+    writer = worker(seed=1)
+    gate, begun = threading.Event(), threading.Event()
+    held_copies(writer, gate, begun)
+    writer.save(3)
+    assert begun.wait(LIMIT_S)
+    writer.engine.hold("s")
+    writer.take()
+    assert writer.engine.is_transferring() and not writer.freed
+    gate.set()
+    writer.until(lambda: writer.freed == {"s"})
+    assert not writer.engine.is_transferring()
+
+
+def test_pages_are_saved_as_they_fill(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1), worker(seed=2)
+    writer.save(2)
+    for page in (2, 3):
+        tokens = tokens_of(0, (page + 1) * BLOCK)[page * BLOCK * 4 :]
+        writer.engine.save(SaveJob("s", b"", tokens, page, (page,)))
+    assert writer.settled() == {"offer_pages_written": 4}
+    reader.load(4)
+    assert reader.settled() == {"restore_tokens_l3": 4 * BLOCK}
+    assert same(writer, reader, [(number, 20 + number) for number in range(4)])
+
+
+def test_what_host_memory_cannot_keep_passes_through_it(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1, host_pages=8), worker(seed=2)
+    writer.save(6)
+    writer.settled()
+    writer.save(6, prompt=1, name="other")
+    writer.settled()
+    # Its beginning is not in host memory any more.
+    tokens = tokens_of(0, 8 * BLOCK)[6 * BLOCK * 4 :]
+    writer.engine.save(SaveJob("s", b"", tokens, 6, (6, 7)))
+    assert writer.settled() == {"offer_pages_passed": 2}
+    writer.save(20, prompt=2, name="long")
+    counts = writer.settled()
+    assert counts.pop("offer_pages_written", 0) + counts.pop("offer_pages_passed") == 20
+    assert not counts
+    for prompt, pages in ((0, 8), (2, 20)):
+        reader.load(pages, prompt=prompt, name=f"r{prompt}")
+        assert reader.settled() == {"restore_tokens_l3": pages * BLOCK}
+        assert same(writer, reader, [(number, 20 + number) for number in range(pages)])
+
+
 def test_a_load_ends_at_the_first_page_that_is_missing(worker: Callable[..., Worker]) -> None:
     writer, reader = worker(seed=1), worker(seed=2)
-    writer.save(0, 2)
-    writer.pages.save(SaveJob("s", (KEYS[3],), (3,)))
+    writer.save(4)
     writer.settled()
-    before = [reader.block(number) for number in (22, 23)]
-    reader.load(0, 4)
-    assert reader.settled() == {"load_pages_storage": 2, "load_pages_missing": 1, "load_pages_behind": 1}
-    assert reader.ended == [LoadEnded("r", (22, 23))]
+    writer.engine.engine.call(lambda _: writer.store.delete(keys_of(0, 4)[2:3]))
+    reader.load(4)
+    assert reader.settled() == {"restore_tokens_l3": 2 * BLOCK, "restores_partial": 1}
+    assert reader.ended == {"r": (22, 23)}
     assert same(writer, reader, [(0, 20), (1, 21)])
-    assert [torch.equal(reader.block(number), page) for number, page in zip((22, 23), before, strict=True)] == [
-        True
-    ] * 2
 
 
-def test_more_pages_than_the_host_has_go_in_batches(worker: Callable[..., Worker]) -> None:
+def test_more_pages_than_the_host_has_go_in_parts(worker: Callable[..., Worker]) -> None:
     writer, reader = worker(seed=1, host_pages=40), worker(seed=2, host_pages=4)
-    writer.save(0, 20)
-    assert writer.settled() == {"save_pages_stored": 20}
-    reader.load(0, 20)
-    reader.load(0, 20, at=0, name="other")
+    writer.save(20)
+    assert writer.settled() == {"offer_pages_written": 20}
+    reader.load(20)
+    reader.load(20, at=0, name="other")
     counts = reader.settled()
-    assert counts["load_pages_storage"] + counts.get("load_pages_host", 0) == 40
-    assert {one.request_id: one.failed_blocks for one in reader.ended} == {"r": (), "other": ()}
+    assert counts["restore_tokens_l3"] + counts.get("restore_tokens_l2", 0) == 40 * BLOCK
+    assert reader.ended == {"r": (), "other": ()}
     assert same(writer, reader, [(number, 20 + number) for number in range(20)])
 
 
-@pytest.mark.parametrize("skip", [0, 1, 2])
-def test_loads_of_several_batches_that_start_within_a_page_fill_each_block(
-    worker: Callable[..., Worker], skip: int
+@pytest.mark.parametrize("have", [0, 1, 2, 4])
+def test_loads_that_start_within_a_page_fill_each_block_that_is_missing(
+    worker: Callable[..., Worker], have: int
 ) -> None:
     layout = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=3 * BLOCK)
     writer, reader = worker(seed=1, layout=layout), worker(seed=2, host_pages=4, layout=layout)
-    keys = tuple(KEYS[:6])
-    writer.pages.save(SaveJob("s", keys, tuple(range(18))))
-    assert writer.settled() == {"save_pages_stored": 6}
+    writer.save(6)
+    assert writer.settled() == {"offer_pages_written": 6}
     before = [reader.block(number) for number in range(BLOCKS)]
-    # Two pages at once: three batches. Its first blocks vLLM has already, and they are not among those of the job.
-    into = tuple(range(20 + skip, 38))
-    reader.pages.load(LoadJob("r", keys, into, skip))
-    assert reader.settled() == {"load_pages_storage": 6}
-    assert reader.ended == [LoadEnded("r", ())]
+    reader.load(6, have=have)
+    held = have // 3 * 3 * BLOCK
+    assert reader.settled() == {
+        "restore_tokens_l3": 18 * BLOCK - held,
+        **({"restore_tokens_l1": held} if held else {}),
+    }
+    assert reader.ended == {"r": ()}
+    into = range(20 + have, 38)
     assert same(writer, reader, [(number - 20, number) for number in into])
     untouched = [number for number in range(BLOCKS) if number not in into]
     assert all(torch.equal(reader.block(number), before[number]) for number in untouched)
 
 
+def test_a_load_that_vllm_shortened_within_a_page_writes_no_other_block(worker: Callable[..., Worker]) -> None:
+    layout = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=3 * BLOCK)
+    writer, reader = worker(seed=1, layout=layout), worker(seed=2, layout=layout)
+    writer.save(2)
+    writer.settled()
+    before = [reader.block(number) for number in range(BLOCKS)]
+    reader.engine.load(LoadJob("r", b"", tokens_of(0, 6 * BLOCK), (20, 21, 22, 23), 0))
+    reader.settled()
+    assert reader.ended == {"r": ()}
+    assert same(writer, reader, [(number, 20 + number) for number in range(4)])
+    untouched = [number for number in range(BLOCKS) if number not in range(20, 24)]
+    assert all(torch.equal(reader.block(number), before[number]) for number in untouched)
+
+
 def test_a_load_waits_while_the_host_has_no_page_for_it(worker: Callable[..., Worker]) -> None:
     writer, reader = worker(seed=1, host_pages=40), worker(seed=2, host_pages=4)
-    writer.save(0, 12)
+    for prompt in range(3):
+        writer.save(4, prompt=prompt, name=f"s{prompt}")
     writer.settled()
     gate = reader.store.held["get_into"] = threading.Event()
-    # Two batches of two pages hold all four; the third load finds none.
-    for number in range(3):
-        reader.load(4 * number, 4, at=12 + 4 * number, name=f"r{number}")
-    reader.pages._loop.call(_are_waiting(reader))
-    assert reader.store.calls.count("get_into") == 2, "nothing is read into pages that are not there"
-    assert reader.pages.take_ended() == []
+    reader.load(4, at=12, name="r0")
+    assert reader.store.reached.wait(LIMIT_S)
+    for number in (1, 2):
+        reader.load(4, prompt=number, at=12 + 4 * number, name=f"r{number}")
+    reader.take()
+    assert not reader.ended
     gate.set()
-    assert reader.settled() == {"load_pages_storage": 12}
-    assert sorted(one.request_id for one in reader.ended) == ["r0", "r1", "r2"]
-    assert not any(one.failed_blocks for one in reader.ended)
-    writer.save(0, 12)
-    assert same(writer, reader, [(number, 12 + number) for number in range(12)])
-
-
-async def _are_waiting(worker: Worker) -> None:
-    """Return when two loads read, and a third waits for its turn to take pages."""
-    for _ in range(1_000_000):
-        if worker.store.calls.count("get_into") == 2 and worker.pages._turn.locked():
-            break
-        await asyncio.sleep(0)
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
-def test_saves_use_half_of_the_host_and_drop_the_rest(worker: Callable[..., Worker]) -> None:
-    writer, other = worker(seed=1, host_pages=8), worker(seed=3)
-    other.save(10, 2)
-    other.settled()
-    writer.store.held["put_from"] = threading.Event()
-    writer.save(0, 6)
-    assert writer.store.reached.wait(30)
-    writer.load(10, 2)
-    writer.pages._loop.call(_a_load_has_ended(writer.pages))
-    assert writer.pages.take_ended() == [LoadEnded("r")], "a load has room, whatever storage does with saves"
-    writer.store.held["put_from"].set()
-    assert writer.settled() == {"save_pages_stored": 4, "save_pages_dropped": 2, "load_pages_storage": 2}
-
-
-async def _a_load_has_ended(pages: WorkerPages) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not pages._ended:
-            pages._changed.clear()
-            await pages._changed.wait()
-
-
-async def _probed(lookup: PrefixLookup) -> None:
-    if lookup._guard.is_open:
-        await asyncio.wait(lookup._guard._tasks._tasks, timeout=LIMIT_S)
+    assert reader.settled() == {"restore_tokens_l3": 12 * BLOCK}
+    assert reader.ended == {"r0": (), "r1": (), "r2": ()}
+    assert same(writer, reader, [(number, 12 + 4 * load + number) for load in range(3) for number in range(4)])
 
 
 def test_what_storage_has_already_is_not_written_again(worker: Callable[..., Worker]) -> None:
     first, second = worker(seed=1), worker(seed=2)
-    first.save(0, 3)
+    first.save(3)
     first.settled()
-    second.save(0, 5)
-    assert second.settled() == {"save_pages_present": 3, "save_pages_stored": 2}
-    second.save(0, 5)
-    assert second.settled() == {"save_pages_present": 5}
+    second.save(3)
+    assert second.settled() == {"offer_pages_written": 3}
+    assert "put_from" not in second.store.calls
+    second.save(3, name="again")
+    assert second.settled() == {"offer_pages_present": 3}
 
 
 def test_pages_of_storage_that_cannot_be_read_have_failed(
     worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = worker()
+    reader.store.says = [True, True]
     reader.store.fails.add("get_into")
-    reader.load(0, 2)
-    assert reader.settled() == {"load_pages_failed": 2}
-    assert reader.ended == [LoadEnded("r", (20, 21))]
+    reader.load(2)
+    assert reader.settled() == {"restores_failed": 1}
+    assert reader.ended == {"r": (20, 21)}
     assert "no disk" in caplog.text
 
 
@@ -327,93 +387,84 @@ def test_storage_that_cannot_be_written_is_left_alone_after_a_while(
     writer = worker()
     writer.store.fails.add(call)
     for number in range(8):
-        writer.save(number, 1)
-        assert writer.settled() == {"save_pages_failed": 1}
-    writer.save(9, 2)
-    assert writer.settled() == {"save_pages_dropped": 2}
-    assert caplog.text.count("no disk") == 8
-    assert "not used until a probe succeeds" in caplog.text
+        writer.save(1, prompt=number, name=f"s{number}")
+        assert writer.settled() == {"offer_pages_written": 1}
+    calls = writer.store.calls.count(call)
+    assert calls == 8
+    writer.save(1, prompt=9)
+    assert writer.settled() == {"offer_pages_written": 1}
+    assert writer.store.calls.count(call) == calls
+    assert "no disk" in caplog.text
 
 
 def test_a_load_that_takes_too_long_is_given_up_and_never_written(worker: Callable[..., Worker]) -> None:
-    writer, reader = worker(seed=1), worker(seed=2, load_timeout_s=0.05)
-    writer.save(0, 3)
+    writer, reader = worker(seed=1), worker(seed=2, load_timeout_s=0.2)
+    writer.save(3)
     writer.settled()
     before = [reader.block(20 + number) for number in range(3)]
     reader.store.held["get_into"] = threading.Event()
-    reader.load(0, 3)
-    reader.pages._loop.call(_a_load_has_ended(reader.pages))
-    assert reader.pages.take_ended() == [LoadEnded("r", (20, 21, 22))]
-    assert reader.pages._cache.available() == 13, "the read has its pages until it ends"
+    reader.load(3)
+    reader.until(lambda: "r" in reader.ended)
+    assert reader.ended == {"r": (20, 21, 22)}
     reader.store.held["get_into"].set()
-    assert reader.settled() == {"load_pages_late": 3}
-    assert reader.ended == []
-    assert [torch.equal(reader.block(20 + number), page) for number, page in enumerate(before)] == [True] * 3
-    assert reader.pages._cache.available() == 16
+    assert reader.settled() == {"restores_failed": 1}
+    assert all(torch.equal(reader.block(20 + number), page) for number, page in enumerate(before))
 
 
 def test_a_load_has_not_ended_while_it_still_writes_to_blocks(worker: Callable[..., Worker]) -> None:
-    writer, reader = worker(seed=1), worker(seed=2)
-    writer.save(0, 2)
+    writer, reader = worker(seed=1), worker(seed=2, load_timeout_s=0.5)
+    writer.save(2)
     writer.settled()
-    write, begun = reader.pages._copies.write, threading.Event()
-    gate = reader.store.held["write"] = threading.Event()
-
-    def slow(*given: Any, **named: Any) -> None:
-        begun.set()
-        gate.wait()
-        # A report of the load at this point would be too early.
-        assert reader.pages.take_ended() == []
-        write(*given, **named)
-
-    reader.pages._copies.write = slow  # type: ignore[method-assign]  # A device that takes its time.
-    reader.load(0, 2)
-    assert begun.wait(30)
-    reader.pages._loop.call(_stop_the_load(reader.pages))
+    gate, begun = threading.Event(), threading.Event()
+    held_copies(reader, gate, begun, "to_device")
+    reader.load(2)
+    assert begun.wait(LIMIT_S)
+    end_s = time.monotonic() + 1.0
+    while time.monotonic() < end_s:
+        reader.take()
+        time.sleep(0.01)
+    assert not reader.ended, "its deadline has passed, and its copy has not ended"
     gate.set()
-    assert reader.settled() == {"load_pages_failed": 2}
-    assert reader.ended == [LoadEnded("r", (20, 21))]
+    reader.settled()
+    assert reader.ended.keys() == {"r"}
 
 
-async def _stop_the_load(pages: WorkerPages) -> None:
-    """Cancel the load's task, which is not to heed it yet."""
-    (load,) = [task for task in pages._tasks._tasks if "load" in task.get_name()]
-    load.cancel()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not load.done()
-
-
-def test_a_copy_that_fails_is_recomputed(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["to_device", "to_host"])
+def test_a_copy_that_fails_is_recomputed_or_not_saved(worker: Callable[..., Worker], name: str) -> None:
     writer, reader = worker(seed=1), worker(seed=2)
-    writer.save(0, 2)
+    writer.save(2)
     writer.settled()
 
-    def broken(*_: object, **__: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("no device")
 
-    reader.pages._copies.write = broken  # type: ignore[method-assign]  # A device that fails.
-    with caplog.at_level(logging.ERROR, "tidekv.vllm"):
-        reader.load(0, 2)
-        assert reader.settled() == {"load_pages_failed": 2}
-    assert reader.ended == [LoadEnded("r", (20, 21))]
-    assert "no device" in caplog.text
-    assert reader.pages._cache.available() == 16
+    setattr(reader.copier._mover, name, broken)
+    if name == "to_device":
+        reader.load(2)
+        assert reader.settled() == {"restores_failed": 1}
+        assert reader.ended == {"r": (20, 21)}
+    else:
+        reader.save(2)
+        reader.engine.hold("s")
+        assert reader.settled() == {"offer_pages_declined": 2}
+        assert reader.freed == {"s"}
 
 
 def test_closing_stores_what_was_saved_and_ends_what_was_loaded(uri: str) -> None:
     writer = Worker(uri, seed=1)
-    writer.save(0, 6)
-    writer.load(20, 2)
-    writer.pages.close()
-    assert writer.pages.take_ended() == [LoadEnded("r", (20, 21))]
-    writer.pages.close()
-    with pytest.raises(EngineClosed):
-        writer.load(0, 1)
+    writer.save(6)
+    writer.load(2, prompt=5)
+    writer.engine.close()
+    writer.take()
+    assert writer.ended == {"r": (20, 21)}
+    writer.engine.close()
+    writer.load(1, name="late")
+    writer.take()
+    assert writer.ended["late"] == (20,)
     reader = Worker(uri, seed=2)
-    reader.load(0, 6)
-    assert reader.settled() == {"load_pages_storage": 6}
-    reader.pages.close()
+    reader.load(6)
+    assert reader.settled() == {"restore_tokens_l3": 6 * BLOCK}
+    reader.engine.close()
 
 
 def test_a_place_that_cannot_be_used_leaves_no_thread(tmp_path: Path) -> None:
@@ -424,37 +475,9 @@ def test_a_place_that_cannot_be_used_leaves_no_thread(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_an_engine_that_places_by_prefix_is_told_the_whole_prompt_with_each_call(
-    worker: Callable[..., Worker],
-) -> None:
-    writer, reader = (worker(seed=seed, host_pages=8, kind=PlacingStorage) for seed in (1, 2))
-    writer.save(0, 2)
-    assert writer.settled() == {"save_pages_stored": 2}
-    writer.pages.save(SaveJob("s", tuple(KEYS[2:5]), (2, 3, 4), prefix_keys=tuple(KEYS[:2])))
-    assert writer.settled() == {"save_pages_stored": 3}
-    reader.load(0, 1)
-    assert reader.settled() == {"load_pages_storage": 1}
-    # In batches of four pages, the first of which host memory has already.
-    reader.load(0, 5)
-    assert reader.settled() == {"load_pages_storage": 4, "load_pages_host": 1}
-    assert writer.store.calls and reader.store.calls
-    for name, keys in [*writer.store.calls, *reader.store.calls]:
-        assert keys == KEYS[: len(keys)], name
-    assert sorted(len(keys) for _, keys in reader.store.calls) == [1, 4, 5]
-    assert same(writer, reader, [(number, 20 + number) for number in range(5)])
-
-
-def test_pages_behind_one_that_is_not_saved_are_not_saved_either(worker: Callable[..., Worker]) -> None:
-    writer = worker(host_pages=8)
-    writer.save(5, 1)
-    assert writer.settled() == {"save_pages_stored": 1}
-    gate = writer.store.held["exists"] = threading.Event()
-    writer.save(0, 4)
-    # Nothing is free for the first of these two; host memory has the second.
-    writer.save(4, 2)
-    gate.set()
-    assert writer.settled() == {"save_pages_stored": 4, "save_pages_dropped": 2}
-    assert writer.pages._cache.available() == 8
+async def _probed(lookup: PrefixLookup) -> None:
+    if lookup._guard.is_open:
+        await asyncio.wait(lookup._guard._tasks._tasks, timeout=LIMIT_S)
 
 
 @pytest.fixture
@@ -479,14 +502,6 @@ def test_a_lookup_counts_what_all_ranks_have(uri: str, worker: Callable[..., Wor
     lookup.close()
     with pytest.raises(EngineClosed):
         lookup.ask(KEYS)
-
-
-def test_a_lookup_says_whether_its_engine_places_by_prefix(uri: str) -> None:
-    for store, takes in ((Storehouse(open_storage(uri)), False), (PlacingStorage(open_storage(uri)), True)):
-        lookup = PrefixLookup(lambda made=store: made, layout=LAYOUT, model="m", ranks=1, timeout_s=30.0)  # type: ignore[misc]
-        assert lookup.takes_prefix_keys is takes
-        assert lookup.ask(KEYS[:3]).result(LIMIT_S) == 0
-        lookup.close()
 
 
 @pytest.mark.usefixtures("unprobed")
@@ -546,7 +561,6 @@ def test_a_lookup_that_storage_cancels_is_a_miss_and_not_an_error_of_vllms_sched
     lookup.close()
 
 
-@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("call", ["get_into", "put_from", "exists"])
 def test_calls_that_storage_cancels_have_failed(worker: Callable[..., Worker], call: str) -> None:
     """SGLang #38428: a job whose call raised what nothing expected never ended."""
@@ -555,28 +569,27 @@ def test_calls_that_storage_cancels_have_failed(worker: Callable[..., Worker], c
     one.store.raises = CANCELLED
     for number in range(8):
         if call == "get_into":
-            one.load(0, 2, name=f"r{number}")
-            assert one.settled() == {"load_pages_failed": 2}
-            assert one.ended[-1] == LoadEnded(f"r{number}", (20, 21))
+            one.store.says = [True, True]
+            one.load(2, prompt=number, name=f"r{number}")
+            assert one.settled() == {"restores_failed": 1}
+            assert one.ended[f"r{number}"] == (20, 21)
         else:
-            one.save(0, 2)
-            assert one.settled() == {"save_pages_failed": 2}
-    assert one.pages._guard.is_open
+            one.save(2, prompt=number, name=f"s{number}")
+            assert one.settled() == {"offer_pages_written": 2}
 
 
-@pytest.mark.usefixtures("unprobed")
-def test_a_load_does_not_ask_storage_that_is_left_alone(worker: Callable[..., Worker]) -> None:
+@pytest.mark.parametrize("call", ["exists", "put_from"])
+def test_storage_that_is_left_alone_is_not_asked_for_a_load(worker: Callable[..., Worker], call: str) -> None:
     """Each request would wait for a storage that is gone, until its timeout."""
     one = worker()
-    one.store.fails.add("get_into")
+    one.store.fails.add(call)
     for number in range(8):
-        one.load(0, 2, name=f"r{number}")
+        one.save(2, prompt=number, name=f"s{number}")
         one.settled()
-    one.store.fails.clear()
     one.store.calls.clear()
-    one.load(0, 2, name="later")
-    assert one.settled() == {"load_pages_failed": 2}
-    assert one.ended[-1] == LoadEnded("later", (20, 21))
+    one.load(2, prompt=9, name="later")
+    assert one.settled() == {"restores_failed": 1}
+    assert one.ended == {"later": (20, 21)}
     assert one.store.calls == []
 
 

@@ -45,7 +45,6 @@ class AskedLookup:
     """Storage that answers when a test releases it."""
 
     asked: list[tuple[list[bytes], Future[int]]] = field(default_factory=list)
-    takes_prefix_keys: bool = False
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
         future: Future[int] = Future()
@@ -62,6 +61,10 @@ class Rig:
     def __init__(self, **shared: Any) -> None:
         self.lookup = AskedLookup()
         self.now_s = 0.0
+        self.preempted: set[str] = set()
+        """Requests that vLLM preempts with the next step."""
+        self.released: list[str] = []
+        """Requests whose blocks the last step gave to others."""
         self.side = StorageScheduler(shared_of(**shared), self.lookup, clock=lambda: self.now_s)
 
     def step(self, request: Any, count: int, blocks: Sequence[int]) -> tuple[list[LoadJob], list[SaveJob]]:
@@ -75,8 +78,11 @@ class Rig:
     ) -> tuple[list[LoadJob], list[SaveJob]]:
         """The loads and saves of a step."""
         state = SimpleNamespace(get_block_ids=lambda _: [blocks])
-        output = SimpleNamespace(num_scheduled_tokens=scheduled or {}, kv_connector_block_state=state)
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled or {}, kv_connector_block_state=state, preempted_req_ids=self.preempted
+        )
         jobs = self.side.step_jobs(output)
+        self.released = [] if jobs is None else jobs.preempted
         return ([], []) if jobs is None else (jobs.loads, jobs.saves)
 
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
@@ -132,6 +138,16 @@ def keys_of(tokens: Sequence[int], *, page: int = BLOCK, seed: bytes = b"") -> l
     return page_digests(pack_tokens(list(tokens)), page, prefix=seed)
 
 
+def load_of(tokens: Sequence[int], blocks: Sequence[int], have: int = 0) -> LoadJob:
+    return LoadJob("r", b"", pack_tokens(list(tokens)), tuple(blocks), have)
+
+
+def save_of(tokens: Sequence[int], first_page: int, blocks: Sequence[int], *, is_last: bool = False) -> SaveJob:
+    """`tokens`: those that no earlier save has named."""
+    packed = pack_tokens(list(tokens)) if tokens else b""
+    return SaveJob("r", b"", packed, first_page, tuple(blocks), is_last)
+
+
 def test_a_request_waits_for_the_answer_and_then_loads_what_vllm_has_not() -> None:
     rig, request = Rig(), request_of()
     rig.side.arrived(request)
@@ -144,7 +160,7 @@ def test_a_request_waits_for_the_answer_and_then_loads_what_vllm_has_not() -> No
     assert rig.side.matched(request, 8) == 5 * BLOCK, "asked again, it says the same"
     rig.allocated(request, blocks_of(request), 5 * BLOCK)
     loads, saves = rig.jobs()
-    assert loads == [LoadJob("r", tuple(keys_of(TOKENS)[2:7]), (12, 13, 14, 15, 16))]
+    assert loads == [load_of(TOKENS[:28], range(10, 17), 8)]
     assert saves == []
     assert rig.jobs() == ([], []), "a job is given once"
     assert len(rig.lookup.asked) == 1
@@ -153,10 +169,9 @@ def test_a_request_waits_for_the_answer_and_then_loads_what_vllm_has_not() -> No
 
 def test_a_page_is_loaded_for_the_blocks_of_it_that_are_missing() -> None:
     rig, request = Rig(per_page=3), request_of()
-    keys = keys_of(TOKENS, page=3 * BLOCK)
     assert rig.admit(request, stored=3, computed=16) == 20, "vLLM has four blocks: one of the second page"
     (load,), _ = rig.jobs()
-    assert load == LoadJob("r", tuple(keys[1:3]), (14, 15, 16, 17, 18), skip=1)
+    assert load == load_of(TOKENS[:36], range(10, 19), 16)
 
 
 def test_a_load_that_vllm_shortens_leaves_the_rest_alone() -> None:
@@ -166,7 +181,7 @@ def test_a_load_that_vllm_shortens_leaves_the_rest_alone() -> None:
     assert rig.side.matched(request, 0) == 36
     rig.allocated(request, blocks_of(request), 16)
     (load,), _ = rig.jobs()
-    assert load == LoadJob("r", tuple(keys_of(TOKENS, page=12)[:2]), (10, 11, 12, 13))
+    assert load == load_of(TOKENS[:24], range(10, 14)), "tokens of whole pages, with the blocks that vLLM gave"
 
 
 def test_the_page_of_the_last_token_is_never_loaded() -> None:
@@ -230,7 +245,7 @@ def test_a_request_that_must_not_read_caches_is_saved_and_not_loaded() -> None:
     assert rig.side.matched(request, 0) == 0
     assert rig.lookup.asked == []
     _, (save,) = rig.step(request, 42, blocks_of(request))
-    assert save.keys == tuple(keys_of(TOKENS))
+    assert save == save_of(TOKENS[:40], 0, range(10, 20))
 
 
 def test_adapter_and_salt_are_in_the_keys() -> None:
@@ -241,28 +256,43 @@ def test_adapter_and_salt_are_in_the_keys() -> None:
     ):
         rig.side.arrived(request_of(request_id=name, **changes))
         assert rig.lookup.asked[-1][0] == keys_of(TOKENS, seed=seed)[:10]
+        assert rig.side._known[name].seed == seed
 
 
 def test_pages_are_saved_when_they_are_full_and_once() -> None:
     rig, request = Rig(), request_of()
     rig.admit(request, stored=0)
-    blocks, keys = blocks_of(request), keys_of(TOKENS)
-    assert rig.step(request, 10, blocks) == ([], [SaveJob("r", tuple(keys[:2]), (10, 11))])
+    blocks = blocks_of(request)
+    assert rig.step(request, 10, blocks) == ([], [save_of(TOKENS[:8], 0, (10, 11))])
     assert rig.step(request, 1, blocks) == ([], [])
-    assert rig.step(request, 31, blocks) == ([], [SaveJob("r", tuple(keys[2:10]), tuple(range(12, 20)))])
+    assert rig.step(request, 31, blocks) == ([], [save_of(TOKENS[8:40], 2, range(12, 20))])
     say(request, 1)
     assert rig.step(request, 1, blocks) == ([], [])
     say(request, 2)
     _, (save,) = rig.step(request, 1, blocks)
-    assert save == SaveJob("r", (keys_of([*TOKENS, 1, 2])[10],), (20,))
-    assert not rig.finished(request, blocks), "nothing is left to save"
+    assert save == save_of([*TOKENS[40:], 1, 2], 10, (20,))
+    assert rig.finished(request, blocks), "the last save may still read them"
+    assert rig.jobs() == ([], [save_of([], 11, (), is_last=True)])
+
+
+def test_saves_of_a_long_prompt_wait_for_a_64th_of_it() -> None:
+    rig, request = Rig(), request_of(list(range(128 * BLOCK)))
+    rig.admit(request)
+    assert rig.step(request, 128 * BLOCK, blocks_of(request))[1]
+    saved = []
+    for page in range(128, 136):
+        say(request, *[1] * BLOCK)
+        saved += [(page, save.first_page) for save in rig.step(request, BLOCK, blocks_of(request))[1]]
+    assert saved == [(130, 128), (133, 131)]
+    assert rig.finished(request, blocks_of(request))
+    assert [(save.first_page, len(save.blocks)) for save in rig.jobs()[1]] == [(134, 2)]
 
 
 def test_what_storage_has_is_not_saved_again_and_what_it_lost_is() -> None:
     rig, request = Rig(), request_of()
     rig.admit(request, stored=3, computed=24)
     _, (save,) = rig.step(request, 18, blocks_of(request))
-    assert save.keys == tuple(keys_of(TOKENS)[3:10]), "vLLM has six pages in its own cache, and storage has three"
+    assert save == save_of(TOKENS[:40], 3, range(13, 20)), "vLLM has six pages in its own cache, and storage three"
 
 
 def test_tokens_that_are_only_drafted_are_in_no_page() -> None:
@@ -277,7 +307,7 @@ def test_tokens_that_are_only_drafted_are_in_no_page() -> None:
     request.num_computed_tokens = 9
     assert rig.finished(request, [10, 11, 12])
     _, (last,) = rig.jobs()
-    assert last == SaveJob("r", (keys_of([*TOKENS[:6], 7, 8])[1],), (11,), is_last=True)
+    assert last == save_of([*TOKENS[4:6], 7, 8], 1, (11,), is_last=True)
 
 
 def test_pages_with_a_draft_that_depends_on_the_next_token_are_saved_once_that_is_known() -> None:
@@ -289,11 +319,9 @@ def test_pages_with_a_draft_that_depends_on_the_next_token_are_saved_once_that_i
     assert rig.side.matched(request, 0) == 0
     blocks = blocks_of(request)
     rig.allocated(request, blocks, 0)
-    assert rig.step(request, 8, blocks) == ([], [SaveJob("r", (keys[0],), (10,))])
+    assert rig.step(request, 8, blocks) == ([], [save_of(TOKENS[:5], 0, (10,))])
     say(request, 5)
-    assert rig.step(request, 1, [*blocks, 12]) == ([], [SaveJob("r", (keys[1],), (11,))])
-    say(request, 6)
-    assert not rig.finished(request, [*blocks, 12]), "nothing is left to save"
+    assert rig.step(request, 1, [*blocks, 12]) == ([], [save_of([*TOKENS[5:8], 5], 1, (11,))])
 
 
 @pytest.mark.parametrize("blocks", [[], [10]])
@@ -332,7 +360,7 @@ def test_a_failed_load_is_computed_saved_anew_and_not_tried_again() -> None:
     request.num_computed_tokens = 16
     assert rig.side.matched(request, 0) == 0
     _, (save,) = rig.step(request, 26, blocks_of(request))
-    assert save.keys == tuple(keys_of(TOKENS, page=8)[2:5])
+    assert save == save_of(TOKENS[:40], 2, range(14, 20))
 
 
 def test_a_request_that_was_preempted_is_looked_up_anew_with_its_output() -> None:
@@ -341,10 +369,18 @@ def test_a_request_that_was_preempted_is_looked_up_anew_with_its_output() -> Non
     rig.step(request, 42, blocks_of(request))
     say(request, 1, 2, 3)
     request.num_computed_tokens = 0
+    rig.preempted = {"r", "other"}
+    assert rig.jobs() == ([], [])
+    assert rig.released == ["r"], "the worker waits until nothing reads its blocks"
+    rig.preempted = set()
     assert rig.side.matched(request, 0) is None
     assert rig.lookup.asked[-1][0] == keys_of([*TOKENS, 1, 2, 3])
     rig.lookup.answer(11)
     assert rig.side.matched(request, 0) == 44
+    rig.allocated(request, blocks_of(request), 0)
+    say(request, 4, 5, 6)
+    _, (save,) = rig.step(request, 48, blocks_of(request))
+    assert save == save_of([*TOKENS, 1, 2, 3, 4, 5, 6], 11, (21,)), "its tokens are named again"
 
 
 def test_after_a_reset_nothing_old_is_found_or_saved_under_old_keys() -> None:
@@ -352,9 +388,9 @@ def test_after_a_reset_nothing_old_is_found_or_saved_under_old_keys() -> None:
     rig.admit(request)
     rig.side.reset()
     _, (save,) = rig.step(request, 42, blocks_of(request))
-    assert not set(save.keys) & set(keys_of(TOKENS))
+    assert len(save.seed) == 32
     rig.side.arrived(request_of(request_id="later"))
-    assert rig.lookup.asked[-1][0] == list(save.keys)[:10]
+    assert rig.lookup.asked[-1][0] == keys_of(TOKENS, seed=save.seed)[:10]
 
 
 def test_a_producer_only_saves_and_a_consumer_only_loads() -> None:
@@ -376,6 +412,8 @@ def test_nothing_is_known_of_a_request_that_has_ended() -> None:
     rig.step(request, 42, blocks_of(request))
     rig.finished(request, blocks_of(request))
     assert rig.side._known == {}
+    _, (last,) = rig.jobs()
+    assert last.is_last
     assert rig.step(request, 0, []) == ([], [])
     assert not rig.finished(request, [])
 
@@ -404,14 +442,3 @@ def test_a_request_that_is_aborted_while_it_is_loaded_is_loaded_to_its_end() -> 
     loads, saves = rig.jobs()
     assert [load.request_id for load in loads] == ["r"]
     assert saves == []
-
-
-def test_jobs_name_the_pages_before_theirs_if_the_engine_places_by_them() -> None:
-    rig, request, keys = Rig(), request_of(), keys_of([*TOKENS, 1, 2])
-    rig.lookup.takes_prefix_keys = True
-    rig.admit(request, stored=7, computed=2 * BLOCK)
-    loads, saves = rig.step(request, len(TOKENS) - request.num_computed_tokens, blocks_of(request))
-    assert [(load.prefix_keys, load.keys) for load in loads] == [(tuple(keys[:2]), tuple(keys[2:7]))]
-    assert [(save.prefix_keys, save.keys) for save in saves] == [
-        (tuple(keys[:7]), tuple(keys[7 : len(TOKENS) // BLOCK]))
-    ]

@@ -75,16 +75,16 @@ async def test_a_server_is_served_from_host_memory_and_storage_and_survives_dama
     events = ("--at", "1:reset:decode-0", "--at", "2:restart:decode-0", "--at", "4:damage:decode-0")
     figures = await serve(tmp_path / "figures", *options, *events)
     counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in COUNTS}
-    assert counts["save_pages_stored"] > 0, counts
-    assert counts["load_pages_host"] > 0, counts
-    assert counts["load_pages_storage"] > 0, counts
-    assert counts["load_pages_missing"] > 0, "bytes of storage were damaged, and no page was missed"
+    assert counts["offer_pages_written"] > 0, counts
+    assert counts["restore_tokens_l2"] > 0, counts
+    assert counts["restore_tokens_l3"] > 0, counts
+    assert counts["restores_partial"] + counts["restores_failed"] > 0, "storage was damaged, and no page was missed"
 
 
 async def test_a_pair_that_shares_storage_survives_a_kill(tmp_path: Path) -> None:
     options = ("--connector", "tidekv-storage", "--conversations", 4, "--turns", 3, "--tokens", "200:700")
     figures = await serve(tmp_path / "figures", *options, "--at", "1:kill:prefill-0", "--parallel", 2)
-    assert figures["metrics"][COUNT.format("load_pages_storage")] > 0
+    assert figures["metrics"][COUNT.format("restore_tokens_l3")] > 0
 
 
 async def test_a_pair_hands_over_and_survives_a_kill_and_aborts(tmp_path: Path) -> None:

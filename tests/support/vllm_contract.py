@@ -354,6 +354,8 @@ class Vllm:
             # The scheduler's side has opened storage, and its caller gets no object to close.
             self.close()
             raise
+        self.preempted: set[str] = set()
+        """Requests that vLLM preempts with the next step."""
         self.invalid: set[int] = set()
         self.counts: dict[str, int] = {}
 
@@ -362,9 +364,13 @@ class Vllm:
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (list(blocks),)),
+            preempted_req_ids=self.preempted,
         )
+        self.preempted = set()
         # From one process to another.
-        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output))))
+        metadata = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(None)
         for name in NAMES:
             if self.worker.has_connector_metadata():
@@ -388,7 +394,7 @@ class Vllm:
 
     def settle(self) -> None:
         """Wait until the worker has nothing on its way."""
-        self.worker.connector_worker.pages._loop.call(_idle(self.worker.connector_worker.pages))
+        settle(self.worker.connector_worker.engine)
 
     def serve(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
         """A prompt from arrival to end, in these blocks; returns how many tokens were loaded for it."""
@@ -413,9 +419,11 @@ class Vllm:
         sending, _ = self.step({"r": count}, blocks)
         request.num_computed_tokens += count
         assert not sending
-        assert self.scheduler.request_finished_all_groups(request, (list(blocks),)) == (False, None)
+        held, params = self.scheduler.request_finished_all_groups(request, (list(blocks),))
+        assert params is None
         self.settle()
-        self.step({}, [])
+        sending, _ = self.step({}, [])
+        assert sending == ({"r"} if held else set()), "what a step has filled was read by now"
         return found
 
     def page(self, block: int) -> bytes:
@@ -435,10 +443,9 @@ class Vllm:
         self.scheduler.shutdown()
 
 
-async def _idle(pages: Any) -> None:
-    while len(pages._tasks):
-        pages._changed.clear()
-        await pages._changed.wait()
+def settle(worker: Any) -> None:
+    """Wait until the engine of a worker of the storage role has nothing on its way."""
+    worker.engine.call(lambda engine: engine._runtime.wait_settled())
 
 
 def request_of(tokens: Sequence[int]) -> Any:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Load of pages into vLLM's blocks. `blocks` are those of the pages, without the first `skip`, which are valid.
-
-    `prefix_keys`: those of the prompt's pages before the first one, if the storage engine takes them.
-    """
+    """Load of a prompt's pages into vLLM's blocks."""
 
     request_id: str
-    keys: tuple[bytes, ...]
+    seed: bytes
+    """Start of the chain of keys."""
+    tokens: bytes = field(repr=False)
+    """Tokens of whole pages, from the first one on, as packed little-endian u32."""
     blocks: tuple[int, ...]
-    skip: int = 0
-    prefix_keys: tuple[bytes, ...] = ()
+    """Blocks from the first one on; the last page may lack some."""
+    have_tokens: int
+    """Tokens at the beginning, in whole blocks, that are valid and stay as they are."""
+    next_token: int | None = None
+    """The token behind `tokens`, if pages are named by pairs of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +30,18 @@ class SaveJob:
     """Save of the pages that whole blocks form.
 
     `is_last`: the request has finished, and vLLM holds its blocks until the connector reports that they were read.
-    `prefix_keys`: as in LoadJob.
     """
 
     request_id: str
-    keys: tuple[bytes, ...]
+    seed: bytes
+    """As in LoadJob."""
+    tokens: bytes = field(repr=False)
+    """The request's tokens up to the end of the pages, without those of its earlier saves since it was last started; if
+    pages are named by pairs, with the token behind.
+    """
+    first_page: int
     blocks: tuple[int, ...]
     is_last: bool = False
-    prefix_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
@@ -41,28 +50,15 @@ class StorageJobs:
 
     loads: list[LoadJob]
     saves: list[SaveJob]
+    preempted: list[str] = field(default_factory=list)
+    """Requests whose blocks are given to others with this step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """End of a load; nothing writes to its blocks any more. `failed_blocks` hold garbage and must be recomputed."""
-
-    request_id: str
-    failed_blocks: tuple[int, ...] = ()
-
-
+_OF_ENGINE = ("restore_tokens_l1", "restore_tokens_l2", "restore_tokens_l3", "restores_partial", "restores_failed")
+_OF_OFFERS = ("offer_pages_written", "offer_pages_present", "offer_pages_passed", "offer_pages_declined")
 COUNTS: Mapping[str, str] = {
     "lookups": "prompts looked up in storage",
     "lookups_late": "prompts scheduled before their look-up had ended",
-    "load_pages_host": "pages loaded from the worker's host memory",
-    "load_pages_storage": "pages loaded from storage",
-    "load_pages_missing": "pages that storage no longer had, or that were damaged; they are recomputed",
-    "load_pages_failed": "pages not loaded because storage or a copy failed; they are recomputed",
-    "load_pages_late": "pages not loaded in time; they are recomputed",
-    "load_pages_behind": "pages not used because one before them was missing or failed; they are recomputed",
-    "save_pages_stored": "pages written to storage",
-    "save_pages_present": "pages that storage had already",
-    "save_pages_dropped": "pages not written because too many writes were under way",
-    "save_pages_failed": "pages not written because storage or a copy failed",
+    **{name: HANDOVER_COUNTS[name] for name in (*_OF_ENGINE, *_OF_OFFERS)},
 }
 """Counters of both sides, by name, with their meaning."""

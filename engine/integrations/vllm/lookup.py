@@ -15,7 +15,7 @@ from functools import partial
 
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.base import Storage, leading, prefix_of, touch
+from tidekv.backends.storage.base import Storage, leading, touch
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.vllm.settings import Shared
 from tidekv.engine.log import engine_log
@@ -66,11 +66,6 @@ class PrefixLookup:
     def ask(self, keys: Sequence[bytes]) -> concurrent.futures.Future[int]:
         """Return a future: the number of keys, from the first on, that every rank probably has; 0 if storage fails."""
         return self._loop.start(self._count(keys))
-
-    @property
-    def takes_prefix_keys(self) -> bool:
-        """Whether the engine does; see TakesPrefixKeys."""
-        return any(prefix_of(storage, ()) for storage in self._storages)
 
     def close(self) -> None:
         """Complete running look-ups, and close the engines. Idempotent."""

@@ -2,7 +2,8 @@
 
     arrived ──▶ storage look-up ──▶ matched: None until it has ended, then a number of tokens ──▶ allocated ──▶ load job
     each step: pages that will be full once the step has run ──▶ save jobs
-    finished: pages that are full and not saved ──▶ a last save job, for which vLLM holds the blocks
+    preempted: the worker waits until nothing reads the blocks
+    finished: pages that are full and not saved ──▶ a last save job; vLLM holds the blocks until all were read
 
 It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
 """
@@ -14,20 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+from typing import Any, Final, Protocol  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 from uuid import uuid4
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob, StorageJobs
 from tidekv.engine.integrations.vllm.settings import Shared
 
+SAVE_SHARE: Final = 64
+"""A save names the whole prompt: it waits until the pages that it brings are a 64th of those saved before."""
+
 
 class Lookup(Protocol):
     """Looks up prefixes; `PrefixLookup` implements it."""
-
-    @property
-    def takes_prefix_keys(self) -> bool:
-        """Whether jobs must name the keys of the pages before theirs."""
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
         """Return a future: the number of keys, from the first on, that storage probably has."""
@@ -38,7 +38,9 @@ class Lookup(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """State of one request of vLLM. `stored`: number of pages, from the first on, that need not be saved."""
+    """State of one request of vLLM. `stored`: number of pages, from the first on, that need not be saved. `named`:
+    number of tokens that its saves have named since it was last started.
+    """
 
     request: Any  # vLLM's.
     seed: bytes
@@ -47,6 +49,7 @@ class _Known:
     asked_at_s: float = 0.0
     computed: int = 0
     stored: int = 0
+    named: int = 0
     is_running: bool = False
     loading: tuple[int, ...] = ()
     loading_from: int = 0
@@ -104,15 +107,16 @@ class StorageScheduler:
             return
         size, per_page = self._shared.block_size, self._shared.blocks_per_page
         first_block, end_block = known.computed // size, -(-(known.computed + external_tokens) // size)
-        first_page, end_page = first_block // per_page, -(-end_block // per_page)
-        known.loading, known.loading_from = tuple(table[0][first_block:end_block]), first_block
+        blocks, end = tuple(table[0][:end_block]), -(-end_block // per_page) * self._page
+        known.loading, known.loading_from = blocks[first_block:], first_block
         self._loads.append(
             LoadJob(
                 request_id=request.request_id,
-                keys=tuple(self._keys_to(known, end_page)[first_page:]),
-                blocks=known.loading,
-                skip=first_block - first_page * per_page,
-                prefix_keys=self._prefix_keys(known, first_page),
+                seed=known.seed,
+                tokens=pack_tokens(request.all_token_ids[:end]),
+                blocks=blocks,
+                have_tokens=known.computed,
+                next_token=int(request.all_token_ids[end]) if self._page_keys.bigrams else None,
             )
         )
 
@@ -121,6 +125,8 @@ class StorageScheduler:
         blocks_of = scheduler_output.kv_connector_block_state.get_block_ids
         loads, self._loads = self._loads, []
         saves, self._last_saves = self._last_saves, []
+        # Their blocks may be overwritten by this step; tokens are named again once they run again.
+        preempted = [name for name in scheduler_output.preempted_req_ids or () if self._forget_named(name)]
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             known = self._known.get(request_id)
             if known is None:
@@ -128,9 +134,9 @@ class StorageScheduler:
             known.is_running = True
             # Tokens that are only drafted, or not sampled yet, may still change, so their pages are not saved.
             full = self._full(known.request, known.request.num_computed_tokens + count)
-            if self._shared.saves and full > known.stored:
+            if self._shared.saves and full - known.stored > known.stored // SAVE_SHARE:
                 saves.append(self._save(known, blocks_of(request_id)[0], full))
-        return StorageJobs(loads, saves) if loads or saves else None
+        return StorageJobs(loads, saves, preempted) if loads or saves or preempted else None
 
     def finished(self, request: Any, table: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """End a request. True if its blocks must be held until its last save is reported as read."""
@@ -139,7 +145,7 @@ class StorageScheduler:
             # Blocks that are still being loaded, or never were, hold nothing to save.
             return False, None
         full = min(self._full(request, request.num_computed_tokens), len(table[0]) // self._shared.blocks_per_page)
-        if full <= known.stored:
+        if full <= known.stored and not known.named:
             return False, None
         self._last_saves.append(self._save(known, table[0], full, is_last=True))
         return True, None
@@ -221,19 +227,26 @@ class StorageScheduler:
             known.keys += self._page_keys.digests(tokens, prefix=known.keys[-1] if known.keys else known.seed)
         return known.keys[:count]
 
-    def _prefix_keys(self, known: _Known, count: int) -> tuple[bytes, ...]:
-        """Return the keys of the first `count` pages if the engine takes them, since each step sends them."""
-        return tuple(self._keys_to(known, count)) if self._lookup.takes_prefix_keys else ()
-
     def _save(self, known: _Known, blocks: Sequence[int], full: int, *, is_last: bool = False) -> SaveJob:
-        first, known.stored, per_page = known.stored, full, self._shared.blocks_per_page
+        first, known.stored, per_page = min(known.stored, full), full, self._shared.blocks_per_page
+        named, known.named = known.named, full * self._page + self._page_keys.bigrams
+        tokens = known.request.all_token_ids[named : known.named]
         return SaveJob(
             request_id=known.request.request_id,
-            keys=tuple(self._keys_to(known, full)[first:]),
+            seed=known.seed,
+            tokens=pack_tokens(tokens) if tokens else b"",
+            first_page=first,
             blocks=tuple(blocks[first * per_page : full * per_page]),
             is_last=is_last,
-            prefix_keys=self._prefix_keys(known, first),
         )
+
+    def _forget_named(self, request_id: str) -> bool:
+        """Let the next save of a preempted request name its tokens from the first on; False if none was named."""
+        known = self._known.get(request_id)
+        if known is None or not known.named:
+            return False
+        known.named = 0
+        return True
 
 
 def is_of_tokens(request: Any) -> bool:

@@ -28,8 +28,8 @@ from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
-from tidekv.engine.integrations.vllm.pages import WorkerPages
 from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
+from tidekv.engine.integrations.vllm.storage_role import WorkerEngine
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 KEYS = [bytes([1]) * 32]
@@ -103,7 +103,7 @@ def test_storage_of_sglang_refuses_every_call() -> None:
     store.close()
 
 
-def test_both_sides_of_the_vllm_connector_refuse_every_call(tmp_path: Path) -> None:
+def test_both_sides_of_the_vllm_connector_do_nothing_and_wait_for_nothing(tmp_path: Path) -> None:
     settings = ConnectorSettings(uri=f"file:{tmp_path}?capacity=16MB", host=16 * LAYOUT.page_bytes)
     lookup = PrefixLookup(lambda: open_storage(settings.uri), layout=LAYOUT, model="m", ranks=1, timeout_s=1.0)
     assert in_child(lambda: lookup.ask(KEYS)) == "EngineClosed"
@@ -125,9 +125,19 @@ def test_both_sides_of_the_vllm_connector_refuse_every_call(tmp_path: Path) -> N
     )
     tensors = [torch.zeros(4, 1, LAYOUT.page_size, 16)]
     blocks = PagedBlocks(tensors, layout=LAYOUT, block_size=LAYOUT.page_size, num_blocks=4)
-    pages = WorkerPages(open_storage(settings.uri), blocks=blocks, shared=shared)
-    with pages._lock:
-        assert in_child(lambda: pages.save(SaveJob("s", tuple(KEYS), (0,)))) == "EngineClosed"
-        assert in_child(lambda: pages.load(LoadJob("s", tuple(KEYS), (0,)))) == "EngineClosed"
-        assert in_child(pages.close) == "returned"
-    pages.close()
+    worker = WorkerEngine(open_storage(settings.uri), blocks=blocks, shared=shared)
+    tokens = bytes(4 * LAYOUT.page_size)
+
+    def load() -> None:
+        worker.load(LoadJob("s", b"", tokens, (1,), 0))
+        assert worker.take_finished() == (set(), {"s"})
+        assert worker.take_invalid_blocks() == {1}
+
+    def save() -> None:
+        worker.save(SaveJob("s", b"", tokens, 0, (0,)))
+        worker.release("s")
+        assert worker.take_counts() == {"offer_pages_declined": 1}
+
+    for work in (load, save, worker.close):
+        assert in_child(work) == "returned"
+    worker.close()
