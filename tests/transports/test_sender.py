@@ -11,6 +11,7 @@ from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, Li
 from tidekv.transports import wire
 from tidekv.transports.aux_values import encode_aux
 from tidekv.transports.control import handshake
+from tidekv.transports.prefill.sender import OFFERS_MAX
 
 
 async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:
@@ -54,6 +55,27 @@ async def test_the_promised_tokens_reach_prefill_as_bytes(world, decode) -> None
     link = await decode.dial(prefill.address)
     link.send(replace(decode.promise(decode.room(), tokens=2, pages=[0]), tokens=b"12345678"))
     assert (await prefill.room("r1")).tokens == b"12345678"
+
+
+async def test_no_more_prompts_of_one_worker_are_taken_at_once_than_so_many(world, decode) -> None:
+    go_on = asyncio.Event()
+
+    async def take(theirs: wire.Hello, offer: wire.OfferPrompt) -> wire.PromptTaken:
+        await go_on.wait()
+        return wire.PromptTaken(number=offer.number, there=1)
+
+    prefill = await world.prefill(on_offer=take)
+    link = await decode.dial(prefill.address)
+    for number in range(OFFERS_MAX + 1):
+        link.send(wire.OfferPrompt(number=number, namespace="", tokens=b"1234", heat=(0, 0, 0, 0), within_s=60.0))
+    refused = await decode.receive(link)
+    assert (refused.number, refused.there, refused.refuses) == (OFFERS_MAX, 0, False)
+    assert "being taken already" in refused.cause
+    go_on.set()
+    taken = [await decode.receive(link) for _ in range(OFFERS_MAX)]
+    assert sorted(each.number for each in taken) == list(range(OFFERS_MAX))
+    link.send(wire.OfferPrompt(number=99, namespace="", tokens=b"1234", heat=(0, 0, 0, 0), within_s=60.0))
+    assert (await decode.receive(link)).there == 1
 
 
 async def test_a_repeated_promise_is_harmless(world, decode) -> None:
