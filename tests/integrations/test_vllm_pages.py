@@ -227,6 +227,7 @@ def test_blocks_of_a_preempted_request_are_released_once_they_were_read(worker: 
     threading.Timer(0.05, gate.set).start()
     writer.engine.release("s")
     assert gate.is_set(), "released while the copy still read its blocks"
+    assert not writer.engine._reading and not writer.engine._tokens, "nothing is kept of it"
     writer.tensors.zero_()
     assert writer.settled() == {"offer_pages_written": 3}
     reader.load(3)
@@ -246,6 +247,7 @@ def test_a_finished_request_is_reported_once_its_blocks_were_read(worker: Callab
     gate.set()
     writer.until(lambda: writer.freed == {"s"})
     assert not writer.engine.is_transferring()
+    assert not writer.engine._reading and not writer.engine._tokens, "nothing is kept of it"
 
 
 def test_pages_are_saved_as_they_fill(worker: Callable[..., Worker]) -> None:

@@ -135,12 +135,15 @@ class WorkerEngine:
         self._tokens.pop(request_id, None)
         while self._reading[request_id]:
             self._poll(POLL_S)
+        self._reading.pop(request_id, None)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the finished requests whose blocks nothing reads, and those whose loads ended, each once."""
         self._poll()
         freed = {request_id for request_id in self._held if not self._reading[request_id]}
         self._held -= freed
+        for request_id in freed:
+            self._reading.pop(request_id, None)
         loaded, self._loaded = self._loaded, set()
         return freed, loaded
 
