@@ -35,5 +35,10 @@ def test_a_trace_counts_modules_and_the_changes_between_them(tmp_path: Path) -> 
         code = SimpleNamespace(co_filename=str(tmp_path / name))
         trace.note(SimpleNamespace(f_code=code, f_locals={}), "call", None)
         trace.note(SimpleNamespace(f_code=code, f_locals={"found": structure.HITS}), "return", None)
-    assert trace.modules == trace.with_hits == {"states/a.py", "engine/b.py"}
-    assert trace.changes == 2
+    assert trace.calls == {"states/a.py": 3, "engine/b.py": 1}
+    assert trace.with_hits == {"states/a.py", "engine/b.py"}
+    assert trace.changes == {"states/a.py": 1, "engine/b.py": 1}
+    assert [line.split() for line in trace.places()][1:] == [
+        ["1", "3", "*", "states/a.py"],
+        ["1", "1", "*", "engine/b.py"],
+    ]

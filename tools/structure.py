@@ -1,7 +1,7 @@
 """Counts of how the code of any checkout is cut: `python3 -m tools.structure [CHECKOUT]`.
 
 It counts lines of Python files, and traces one restore of 64 pages, of which storage has 41. The restore runs the code
-of the checkout with the installed packages of this interpreter.
+of the checkout with the installed packages of this interpreter. `--where` lists the modules that it passes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,11 @@ class Trace:
         self._root = f"{root}{os.sep}"
         self._last = ""
         self._names: dict[str, str] = {}
-        self.modules: set[str] = set()
+        self.calls: Counter[str] = Counter()
+        """By module."""
+        self.changes: Counter[str] = Counter()
+        """Calls that come from another module, by the module that is called."""
         self.with_hits: set[str] = set()
-        self.changes = 0
 
     def _module(self, path: str) -> str:
         if path not in self._names:
@@ -110,11 +113,18 @@ class Trace:
         if not module.startswith(("states", "backends", "transports", "engine")):
             return
         if kind == "call":
-            self.modules.add(module)
-            self.changes += self._last not in ("", module)
+            self.calls[module] += 1
+            self.changes[module] += self._last not in ("", module)
             self._last = module
         if kind == "return" and (is_hits(value) or has_hits(frame.f_locals)):
             self.with_hits.add(module)
+
+    def places(self) -> Iterator[str]:
+        """Yield a line for each module, those first that the restore changes to most often."""
+        yield f"{'changes':>8} {'calls':>8}  hits  module"
+        for module, changes in self.changes.most_common():
+            mark = "*" if module in self.with_hits else " "
+            yield f"{changes:>8} {self.calls[module]:>8}  {mark:>4}  {module}"
 
 
 def is_hits(value: object) -> bool:
@@ -148,7 +158,7 @@ def count_triggers(kind: Any, counts: list[int]) -> None:
     kind.trigger = counted
 
 
-async def restore_once(root: Path, store: str) -> dict[str, int]:
+async def restore_once(trace: Trace, store: str) -> dict[str, int]:
     """Store a prompt's pages, then trace the restore of a longer prompt on another engine."""
     import transitions
 
@@ -167,7 +177,6 @@ async def restore_once(root: Path, store: str) -> dict[str, int]:
     for kind in (transitions.core.Event, *transitions.core.Event.__subclasses__()):
         if "trigger" in vars(kind):
             count_triggers(kind, counts)
-    trace = Trace(root)
     for name, pages in (("first", HITS), ("second", PAGES)):
         transports = [tidekv.NixlTransport(name=each) for each in (f"p-{name}", f"d-{name}")]
         pools = [tidekv.DevicePool.allocate(layout, num_pages=2 * PAGES) for _ in range(2)]
@@ -195,15 +204,15 @@ async def restore_once(root: Path, store: str) -> dict[str, int]:
             await engine.wait_settled()
     assert sources["l3"] == HITS * PAGE, f"storage served {sources}"
     return {
-        "modules of a restore": len(trace.modules),
-        "changes of module in a restore": trace.changes,
+        "modules of a restore": len(trace.calls),
+        "changes of module in a restore": trace.changes.total(),
         **found,
         "modules that the hit count of storage passes": len(trace.with_hits),
     }
 
 
-def measure(root: Path) -> dict[str, int]:
-    """Counts of a checkout."""
+def measure(root: Path, *, where: bool = False) -> dict[str, int]:
+    """Counts of a checkout. With `where`, print the modules that its restore passes."""
     paths = os.pathsep.join((str(root / "src"), str(root)))
     with tempfile.TemporaryDirectory() as place:
         run = subprocess.run(
@@ -216,21 +225,26 @@ def measure(root: Path) -> dict[str, int]:
         )
     if run.returncode:
         raise SystemExit(f"the restore of {root} failed:\n{run.stderr}")
-    traced = json.loads(run.stdout.splitlines()[-1])
-    return {**count_lines(root), **traced, "forms of a vLLM request": len(request_forms(root))}
+    *places, traced = run.stdout.splitlines()
+    if where:
+        print(*places, "", sep="\n")
+    return {**count_lines(root), **json.loads(traced), "forms of a vLLM request": len(request_forms(root))}
 
 
 def main() -> None:
     """Print the counts of a checkout, or trace its restore."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument("--trace", metavar="URI", help="only trace a restore with this storage, and print JSON")
+    parser.add_argument("--trace", metavar="URI", help="only trace a restore with this storage; JSON is the last line")
+    parser.add_argument("--where", action="store_true", help="list the modules that a restore passes")
     options = parser.parse_args()
     root = options.checkout.resolve()
     if options.trace:
-        print(json.dumps(asyncio.run(restore_once(root, options.trace))))
+        trace = Trace(root)
+        counts = asyncio.run(restore_once(trace, options.trace))
+        print(*trace.places(), json.dumps(counts), sep="\n")
         return
-    for name, count in measure(root).items():
+    for name, count in measure(root, where=options.where).items():
         print(f"{count:>8,}  {name}")
 
 
