@@ -105,6 +105,8 @@ class Core:
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
         self.state = CoreState(settings)
+        self.next_deadline_s = self.state.next_deadline_s
+        """Returns when to send ClockAdvanced; None if nothing has a deadline."""
         self.queue = Queue(settings)
         self.rooms = Rooms(self.state)
         self.storage = StorageAdmission(self.state, lambda: self.rooms.source_load)
@@ -196,16 +198,11 @@ class Core:
         Raises IllegalEvent, having changed nothing, if the table has no row for the event in the request's state.
         Raises BrokenInvariant if pools and index contradict each other; the core must not be used after that.
         """
-        state = self.state
         self.moves, self.admitted = [], 0
-        state.begin_step(event.at_s)
+        commands = self.state.begin_step(event.at_s)
         self._takers[type(event)](event)
         self.settle()
-        return state.take_commands()
-
-    def next_deadline_s(self) -> float | None:
-        """Return when to send ClockAdvanced; None if nothing has a deadline."""
-        return self.state.next_deadline_s()
+        return commands
 
     def request(self, request_id: str) -> Request | None:
         """Return the live request with this id: restoring, or READY and not yet finished. None if there is none."""

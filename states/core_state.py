@@ -247,16 +247,13 @@ class CoreState:
 
     # --- Steps ---
 
-    def begin_step(self, at_s: float) -> None:
-        """Begin a step at this time, which never runs backwards."""
+    def begin_step(self, at_s: float) -> list[Command]:
+        """Begin a step at this time, which never runs backwards; return the list that its commands are added to."""
         self.now_s = max(self.now_s, at_s)
         if self.raises:
             self.raises = []
-
-    def take_commands(self) -> list[Command]:
-        """End a step; return its commands."""
-        commands, self.out = self.out, []
-        return commands
+        self.out = []
+        return self.out
 
     # --- What happened, for other rules of the same step ---
 

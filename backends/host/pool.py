@@ -32,6 +32,7 @@ class HostPool:
         self.num_pages = buffer.shape[0]
         self.buffer = buffer
         self.array: npt.NDArray[np.uint8] = buffer.numpy()
+        self._page_bytes = layout.page_bytes
         # A slice of this costs half of a view of a numpy row, and pages are requested one by one.
         self._bytes = self.array.reshape(-1).data
         self.pinned = pinned
@@ -40,8 +41,8 @@ class HostPool:
             segments=(
                 Segment(
                     address=buffer.data_ptr(),
-                    piece_bytes=layout.page_bytes,
-                    stride_bytes=layout.page_bytes,
+                    piece_bytes=self._page_bytes,
+                    stride_bytes=self._page_bytes,
                     page_count=self.num_pages,
                 ),
             ),
@@ -106,8 +107,8 @@ class HostPool:
         """Return the bytes of one page, in place and writable."""
         if not 0 <= page < self.num_pages:
             raise InvalidRequest(f"host pool has pages 0 to {self.num_pages - 1}; page {page} is not one")
-        start = page * self.layout.page_bytes
-        return self._bytes[start : start + self.layout.page_bytes]
+        start = page * self._page_bytes
+        return self._bytes[start : start + self._page_bytes]
 
     def read_pages(self, pages: PageIds | npt.ArrayLike) -> torch.Tensor:
         """Return copies of the pages' bytes: uint8 [n, page_bytes], pieces in layout order."""
@@ -116,7 +117,7 @@ class HostPool:
     def write_pages(self, pages: PageIds | npt.ArrayLike, page_bytes: torch.Tensor) -> None:
         """Overwrite pages with `page_bytes`, uint8 [n, page_bytes] as `read_pages` returns them."""
         index = torch.from_numpy(self.check_pages(pages))
-        expected = (len(index), self.layout.page_bytes)
+        expected = (len(index), self._page_bytes)
         if page_bytes.dtype != torch.uint8 or tuple(page_bytes.shape) != expected:
             raise InvalidRequest(
                 f"host pool: page bytes must be uint8 {list(expected)}, not {page_bytes.dtype} {list(page_bytes.shape)}"

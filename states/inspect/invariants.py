@@ -118,7 +118,6 @@ def audit_core(core: Parts) -> None:
             or state.reclaimable_loads
             or state.admission_due
             or state.ahead_over
-            or state.out
         )
         and not state.progressed_loads,
         "a step left work",

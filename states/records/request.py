@@ -34,7 +34,7 @@ from tidekv.states.records.request_parts import (
 )
 from tidekv.states.records.span import Span
 from tidekv.states.records.stages import ComponentStage, Stage, State
-from tidekv.states.types import FULL, PageIds, page_ids, without
+from tidekv.states.types import FULL, NO_PAGES, PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -317,9 +317,9 @@ class Load:
     def __init__(self, *, first: int, tier: str, stage: Stage) -> None:
         self.first = first
         self.nodes: list[Node] = []
-        self.lent: PageIds = page_ids()
+        self.lent: PageIds = NO_PAGES[:]
         """Its destination, if device pages are lent: then it has no nodes."""
-        self.source: PageIds = page_ids()
+        self.source: PageIds = NO_PAGES[:]
         """With lent pages, the host pages of the tree that it copies, under `pin`."""
         self.is_drained = False
         """Whether its lent pages are in the quarantine."""
@@ -343,7 +343,7 @@ class Load:
         """Whether a host page of its nodes did not have its checksum: they leave host memory after its end."""
         self.pin: Receipt | None = None
         """Pin on its nodes in host memory, if these are the source of its copy."""
-        self.host_pages: PageIds = page_ids()
+        self.host_pages: PageIds = NO_PAGES[:]
         """Host pages that belong to the load, not to the tree: the destination of its fetch."""
         self.waiters: dict[Request, int] = {}
         """Requests that wait for the load, each with the number of leading pages that it needs."""

@@ -53,38 +53,42 @@ def can_plan(request: Request, event: Event) -> bool:
 
 def waits_for_storage(request: Request, event: Event) -> bool:
     """Whether the request is planned and a fetch of its plan has not arrived."""
-    if not request.is_planned:
-        return False
-    # This guard and the next one run on every event of a request; a plain loop is faster than `any`.
-    for load in request.loads:
-        if load.stage is Stage.FETCHING:
-            return True
-    return request.fetches_components
+    return request.is_planned and _fetches(request)
 
 
 def waits_for_copies(request: Request, event: Event) -> bool:
     """Whether the request is planned, and a copy to the device is under way or a failed load is not extended yet."""
-    if not request.is_planned:
-        return False
-    for load in request.loads:
-        if load.stage is Stage.COPYING or load.stage is Stage.FAILED:
-            return True
-    return request.waits_for_components
+    return request.is_planned and _copies(request)
 
 
 def needs_no_storage(request: Request, event: Event) -> bool:
     """Whether every fetch has arrived or was given up."""
-    return not waits_for_storage(request, event)
+    return not (request.is_planned and _fetches(request))
 
 
 def needs_no_local_tier(request: Request, event: Event) -> bool:
     """Whether the request waits for prefill's writes only."""
-    return not waits_for_storage(request, event) and not waits_for_copies(request, event)
+    return not (request.is_planned and (_fetches(request) or _copies(request)))
 
 
 def waits_for_prefill(request: Request, event: Event) -> bool:
     """Whether the request is planned and waits for prefill, or for the caller's computation, only."""
-    return request.is_planned and needs_no_local_tier(request, event)
+    return request.is_planned and not (_fetches(request) or _copies(request))
+
+
+# These two run on every event of a request; a plain loop is faster than `any`.
+def _fetches(request: Request) -> bool:
+    for load in request.loads:
+        if load.stage is Stage.FETCHING:
+            return True
+    return request.component_pages is not None and request.fetches_components
+
+
+def _copies(request: Request) -> bool:
+    for load in request.loads:
+        if load.stage is Stage.COPYING or load.stage is Stage.FAILED:
+            return True
+    return request.component_pages is not None and request.waits_for_components
 
 
 def has_everything(request: Request, event: Event) -> bool:
@@ -94,8 +98,11 @@ def has_everything(request: Request, event: Event) -> bool:
 
 def is_in_place(request: Request) -> bool:
     """Whether every load has ended, every span is written, and the first token has arrived."""
-    is_written = request.recompute.is_done or (request.room is not None and request.room.is_complete)
-    return is_written and not (request.loads or request.waits_for_components or request.waits_for_sender)
+    if request.loads:
+        return False
+    if request.component_pages is not None and (request.waits_for_components or request.waits_for_sender):
+        return False
+    return request.recompute.is_done or (request.room is not None and request.room.is_complete)
 
 
 def can_recompute(request: Request, event: Event) -> bool:
