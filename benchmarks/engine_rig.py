@@ -18,6 +18,7 @@ from tidekv.states.errors import LinkClosed
 from tidekv.states.types import PageIds, PoolMemory
 from tidekv.transports import wire
 from tidekv.transports.base import Exchange, Link, Listener, PeerMemory
+from tidekv.transports.frames import body_length
 
 FRAMES_A_TURN = 64
 """Frames that arrive at once, of the order of what a socket's buffer holds."""
@@ -119,7 +120,7 @@ class ScriptedLink:
             self._arrived.clear()
             await self._arrived.wait()
         frame = self._incoming.popleft()
-        wire.body_length(frame[: wire.LENGTH.size])
+        body_length(frame[: wire.LENGTH.size], frame_bytes_max=wire.FRAME_BYTES_MAX)
         return wire.decode_body(frame[wire.LENGTH.size :])
 
     def deliver(self, frame: bytes) -> None:

@@ -27,11 +27,10 @@ from tidekv.backends.layout import FULL, KVLayout, LayerGroup
 from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.backends.storage.label import Label, label_of
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.handover.head_slices import stage_of
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity
 from tidekv.transports.components import pages_of
-from tidekv.transports.slices import Cut, cuts_of, groups_of, partition, record_cuts_of, total_of
+from tidekv.transports.slices import Cut, cuts_of, groups_of, partition, record_cuts_of, stage_of, total_of
 
 WIDTH_MAX: Final = 64
 """Maximum tensor-parallel ranks per stage of an instance whose pages are read."""

@@ -6,7 +6,7 @@ A length is checked before any buffer is allocated for it. Nothing is ever unpic
 from __future__ import annotations
 
 import struct
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -16,12 +16,10 @@ LENGTH = struct.Struct("<I")
 ERROR_CHARACTERS_MAX = 300
 """Maximum length of a decoder's error text, which may quote the peer."""
 
+NO_MESSAGE: Final = (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError)
+"""Errors of a decoder for bytes that are no message."""
+
 Message = TypeVar("Message")
-
-
-def frame(body: bytes) -> bytes:
-    """Return the frame of an encoded message."""
-    return LENGTH.pack(len(body)) + body
 
 
 def body_length(prefix: bytes, *, frame_bytes_max: int) -> int:
@@ -53,8 +51,11 @@ def decode(decoder: msgspec.msgpack.Decoder[Message], body: bytes) -> Message:
     """Return the message of one frame's body. Raises RemoteProtocolError for any other bytes."""
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise RemoteProtocolError(
-            f"peer sent a frame of {len(body)} bytes that is no message: "
-            f"{one_line(str(error), characters_max=ERROR_CHARACTERS_MAX)}"
-        ) from error
+    except NO_MESSAGE as error:
+        raise refusal_of(body, error) from error
+
+
+def refusal_of(body: bytes, error: Exception) -> RemoteProtocolError:
+    """Return the error for a frame's body that raised one of NO_MESSAGE."""
+    why = one_line(str(error), characters_max=ERROR_CHARACTERS_MAX)
+    return RemoteProtocolError(f"peer sent a frame of {len(body)} bytes that is no message: {why}")

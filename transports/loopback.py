@@ -23,7 +23,7 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.transports import wire
+from tidekv.transports import frames, wire
 from tidekv.transports.base import (
     LISTENER_COUNTS,
     DialFailed,
@@ -167,7 +167,7 @@ class LoopbackLink:
         frame = self._incoming.popleft()
         self._incoming_bytes -= len(frame)
         try:
-            wire.body_length(frame[: wire.LENGTH.size], frame_bytes_max=self._frame_bytes_max)
+            frames.body_length(frame[: wire.LENGTH.size], frame_bytes_max=self._frame_bytes_max)
             message = wire.decode_body(frame[wire.LENGTH.size :], self._decoder)
         except RemoteProtocolError as error:
             self.report_violation()

@@ -159,11 +159,6 @@ class Hello(Message, frozen=True, tag="hello"):
         """The context of the rank."""
         return self.rank * self.contexts // self.ranks
 
-    @property
-    def width(self) -> int:
-        """Number of tensor-parallel ranks of each stage."""
-        return self.ranks // (self.stages * self.contexts)
-
     def __post_init__(self) -> None:
         given, named = sorted(self.components), [component.name for component in self.identity.components]
         if given != named:
@@ -529,12 +524,7 @@ def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) ->
         raise LocalProtocolError(
             f"{type(message).__name__} has {len(body)} bytes, a frame has {frame_bytes_max} at most"
         )
-    return frames.frame(body)
-
-
-def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int:
-    """Return the length that a frame's first four bytes announce. Raises RemoteProtocolError if it is out of bounds."""
-    return frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
+    return LENGTH.pack(len(body)) + body
 
 
 def decode_body(body: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> AnyMessage:
@@ -542,11 +532,12 @@ def decode_body(body: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -
     not one of the decoder's; without a decoder, messages of both ends are taken.
     """
     try:
-        message: AnyMessage = frames.decode(decoder, body)
-    except RemoteProtocolError as error:
-        if str(error.__cause__).endswith(AT_THE_TAG):
-            raise RemoteProtocolError(f"peer sent a message that it may not send now: {error}") from error
-        raise
+        message: AnyMessage = decoder.decode(body)
+    except frames.NO_MESSAGE as error:
+        refusal = frames.refusal_of(body, error)
+        if str(error).endswith(AT_THE_TAG):
+            refusal = RemoteProtocolError(f"peer sent a message that it may not send now: {refusal}")
+        raise refusal from error
     _check_names(message)
     return message
 

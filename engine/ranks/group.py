@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.handover.head_slices import check_stages
 from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.ranks.votes import RANKS_MAX
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
 from tidekv.transports.ranks.channel import ChannelOptions, RankChannel
+from tidekv.transports.slices import check_stages
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -24,11 +24,11 @@ from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.synthetic.components import component_digest
 from tidekv.engine.synthetic.kv import prompt_digests
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.head_slices import partition_of
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import page_ids
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room
+from tidekv.transports.slices import partition_of
 
 START_S = 90.0
 POOL_PAGES = 64

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment
-from tidekv.transports import wire
+from tidekv.transports import frames, wire
 from tidekv.transports.aux_values import encode_aux
 
 DIGEST = bytes(range(32))
@@ -146,7 +146,7 @@ HELLO = wire.Hello(
 
 def body(message: wire.Message) -> bytes:
     frame = wire.encode_frame(message)
-    assert wire.body_length(frame[:4]) == len(frame) - 4
+    assert frames.body_length(frame[:4], frame_bytes_max=wire.FRAME_BYTES_MAX) == len(frame) - 4
     return frame[4:]
 
 
@@ -486,8 +486,9 @@ def test_absent_and_empty_tokens_are_different() -> None:
 @pytest.mark.parametrize("prefix", [b"\0\0\0\0", b"\x01\0\x80\0", b"\xff\xff\xff\xff", b"\x01\0"])
 def test_a_length_out_of_bounds_is_refused_before_it_is_read(prefix: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        wire.body_length(prefix)
-    assert wire.body_length(struct.pack("<I", wire.FRAME_BYTES_MAX)) == wire.FRAME_BYTES_MAX
+        frames.body_length(prefix, frame_bytes_max=wire.FRAME_BYTES_MAX)
+    longest = struct.pack("<I", wire.FRAME_BYTES_MAX)
+    assert frames.body_length(longest, frame_bytes_max=wire.FRAME_BYTES_MAX) == wire.FRAME_BYTES_MAX
 
 
 def test_our_own_frames_keep_the_limit_and_the_types() -> None:

@@ -29,7 +29,7 @@ from tidekv.states.errors import (
     TransferFailed,
     cause_of,
 )
-from tidekv.transports import wire
+from tidekv.transports import frames, wire
 from tidekv.transports.base import LISTENER_COUNTS, DialFailed, Link
 from tidekv.transports.control import challenge, liveness
 from tidekv.transports.control.addresses import are_loopback, format_address, parse_address
@@ -284,7 +284,7 @@ class ControlLink:
         prefix = await self._reader.readexactly(wire.LENGTH.size)
         options, is_greeted = self._options, self._is_greeted
         limit = options.frame_bytes_max if is_greeted else min(options.hello_bytes_max, options.frame_bytes_max)
-        length = wire.body_length(prefix, frame_bytes_max=limit)
+        length = frames.body_length(prefix, frame_bytes_max=limit)
         decoder = self._inbound.later if is_greeted else self._inbound.first
         if length <= SMALL_FRAME_BYTES:
             return wire.decode_body(await self._read_body(length), decoder)

@@ -40,8 +40,8 @@ def make_hello(
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
-    For `kv_heads_total` see `slices.holding`, for `checksums` `wire.Hello`. `heartbeat_s` is the interval of our pings
-    in seconds; 0: we only answer pings.
+    For `kv_heads_total` see `slices.partition`, for `checksums` `wire.Hello`. `heartbeat_s` is the interval of our
+    pings in seconds; 0: we only answer pings.
     """
     return wire.Hello(
         version=wire.VERSION,
@@ -176,7 +176,7 @@ def _check_channels(ours: wire.Hello, theirs: wire.Hello, name: str) -> bool:
     """Require records that the ranks of both ends can exchange. Returns whether they are divided by their channels."""
     of = f" of component {name!r}"
     here, there = (components.components_of(hello)[name].channels for hello in (ours, theirs))
-    widths = [ours.width, theirs.width]
+    widths = [slices.width_of(hello) for hello in (ours, theirs)]
     if widths[0] == widths[1]:
         _must_equal(f"channels{of}", here, there)
         return False

@@ -40,7 +40,6 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TidekvError,
 )
-from tidekv.states.handover.head_slices import check_stages, partition_of
 from tidekv.states.types import FULL, PageIds
 from tidekv.transports import base, components, wire
 from tidekv.transports.aux_values import decode_aux
@@ -61,6 +60,7 @@ from tidekv.transports.decode.prompt_offers import PromptOffers
 from tidekv.transports.decode.staged_pages import StagedPages
 from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.log import EngineLog, engine_log
+from tidekv.transports.slices import check_stages, partition_of
 from tidekv.transports.tasks import OwnedTasks
 
 REDIAL_S_MAX = 4.0

@@ -156,7 +156,8 @@ def proof_of(key: bytes, role: bytes, leader: bytes, follower: bytes, rank: int)
 
 def encode(message: RankMessage) -> bytes:
     """Return the frame of a message."""
-    return frames.frame(_encoder.encode(message))
+    body = _encoder.encode(message)
+    return frames.LENGTH.pack(len(body)) + body
 
 
 async def read(reader: asyncio.StreamReader, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> AnyRankMessage:

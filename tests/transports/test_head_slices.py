@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.handover.head_slices import (
+from tidekv.transports.slices import (
     HeadPartition,
     StageLayers,
     check_stages,
