@@ -42,7 +42,7 @@ PARTS = {
     "match": (":Restore.grant", ":Restore.ask_storage", ":Core.reclaim_and_admit", "states/request/admission_queue.py"),
     "plan": (":Restore.fix_plan",),
     "promise": (":Rooms.open", ":Executor._promise", ":Core._promise_sent"),
-    "transfer progress": ("transports/", "states/request/receiving.py"),
+    "transfer progress": ("transports/",),
     "loads": ("states/loads/", "backends/copies/"),
     "READY": (":Restore.commit", ":PendingCalls._tell_ready"),
     "finish": ("states/request/ready.py", "states/backup/", ":DecodeEngine.finish", ":PendingCalls._end"),

@@ -58,11 +58,9 @@ from tidekv.states.records.request import Request
 from tidekv.states.records.stages import State
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.early_ready import EarlyReady
-from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.guards_and_actions import Actions, Receiving
 from tidekv.states.request.lending import Lending
-from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import PlanSources, Restore
 from tidekv.states.request.table import Rules, build_machine
 from tidekv.states.storage.admission import StorageAdmission
@@ -160,7 +158,6 @@ class Core:
             Rules(
                 restore=self.restore,
                 lending=self.lending,
-                lent_ends=LentEnds(self.state, self.queue, self.restore, self.lending, self.actions),
                 rooms=self.rooms,
                 receiving=Receiving(self.state, self.rooms, self.loads, self.shared_transfers),
                 serving=self.serving,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from tidekv.states.prefix.node import Node, TierName
+from tidekv.states.prefix.node import Node, PageTree, TierName
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
-from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import PageIds
 
 EvictionHook: TypeAlias = Callable[[Node, TierName], None]

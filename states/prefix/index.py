@@ -29,10 +29,19 @@ from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.eviction import EvictionHook, Evictor
 from tidekv.states.prefix.insertion import insert_host_pages, insert_prefix
 from tidekv.states.prefix.invariants import check_index
-from tidekv.states.prefix.node import Heat, InsertResult, MatchResult, Node, NodeLoad, Receipt, TierName, redeem
+from tidekv.states.prefix.node import (
+    Heat,
+    InsertResult,
+    MatchResult,
+    Node,
+    NodeLoad,
+    PageTree,
+    Receipt,
+    TierName,
+    redeem,
+)
 from tidekv.states.prefix.policies import LRU, EvictionPolicy
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
-from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
 
 __all__ = ["EvictionHook", "InsertResult", "MatchResult", "Node", "NodeLoad", "PrefixIndex", "Receipt"]

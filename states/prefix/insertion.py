@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidekv.states.prefix.node import Heat, InsertResult, Node
+from tidekv.states.prefix.node import Heat, InsertResult, Node, PageTree
 from tidekv.states.prefix.tiers import DeviceTier, HostTier
-from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
 
 

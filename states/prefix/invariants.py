@@ -10,8 +10,8 @@ from tidekv.states.prefix.node import KEPT_MAX, Node
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
+    from tidekv.states.prefix.node import PageTree
     from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
-    from tidekv.states.prefix.tree import PageTree
 
 
 def check_index(tree: PageTree, device: DeviceTier, host: HostTier) -> None:

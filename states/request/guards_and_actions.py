@@ -4,7 +4,13 @@ Guards read the request and change nothing. If an action raises, the request sta
 `TransitionRaised`.
 
 Most rows of the table name a method of the object that does the work, for example `Restore.fix_plan`. `Actions` has the
-others: a request that fails or returns to the queue leaves rooms, loads and caches.
+others: a request that fails or returns to the queue leaves rooms, loads and caches. What arrives in a room may complete
+loads of other requests as well (`Receiving`).
+
+A request in lent pages may end early, which is no failure: the embedder gets its pages back with what is in place, and
+computes the rest. One that names no prefill ends when its tiers and peers have brought what they have. If host memory
+had no room for all of that, it returns to the queue first, once for each part that comes: a prompt may be longer than
+host memory. If nothing came, it asks again after a pause, as long as operations of others may free host memory.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import (
         AbortRequested,
+        AuxReceived,
+        ChunkReceived,
         DeadlinePassed,
         Event,
         PagesLost,
@@ -28,6 +36,9 @@ if TYPE_CHECKING:
         RequestChanged,
         TransitionRaised,
     )
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.loads.loads import Loads
+    from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.records.request import Request
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.lending import Lending
@@ -36,6 +47,8 @@ if TYPE_CHECKING:
 RETRY_PAUSE_S: Final = 0.1
 """Seconds before a prefill that was late is tried again; each further pause is twice as long."""
 RETRY_PAUSE_MAX_S: Final = 2.0
+ROOM_PAUSE_S: Final = 0.05
+"""Time after which a request asks again for room in host memory."""
 LATE: Final = frozenset(cause.value for cause in PrefillCause if cause.is_lateness)
 
 # --- Guards ---
@@ -150,6 +163,43 @@ def _may_be_late(request: Request, event: PrefillLost) -> bool:
     # Not with lent pages, or a caller that computes: for them a prefill that is lost is not the end.
     is_bounded = request.deadline_at_s < float("inf") and request.lent is None and not request.can_recompute
     return request.attempts.retries_late and event.cause in LATE and is_bounded
+
+
+# --- Guards of requests in lent pages ---
+
+
+def fills_lent_pages(request: Request, event: Event) -> bool:
+    """Whether the device pages are the embedder's, which gets them back with whatever is in place."""
+    return request.lent is not None
+
+
+def has_filled_lent_pages(request: Request, event: Event) -> bool:
+    """Whether everything is in place in the embedder's pages."""
+    return request.lent is not None and is_in_place(request)
+
+
+def is_left_to_tiers(request: Request, event: PrefillLost) -> bool:
+    """Whether the request names no prefill, so that only its tiers and peers bring pages."""
+    return request.lent is not None and request.prefills == NOBODY
+
+
+def has_all_of_tiers(request: Request, event: Progressed) -> bool:
+    """Whether tiers and peers have brought what they have to a request that names no prefill."""
+    refusal = request.attempts.refusal
+    return refusal is not None and refusal[0] == request.generation
+
+
+def has_more_in_tiers(request: Request, event: Progressed) -> bool:
+    """Whether the next plan of such a request may bring further pages, for which host memory had no room."""
+    if request.lent is None or not has_all_of_tiers(request, event):
+        return False
+    had_no_room = "no_host_page" in (request.sources.declined[0], request.sources.peer_declined[0])
+    return had_no_room and (_has_progressed(request) or request.sources.has_room_later)
+
+
+def _has_progressed(request: Request) -> bool:
+    """Whether its plan has brought pages into the lent ones."""
+    return request.lent is not None and request.lent.full.restored > request.held.matched
 
 
 # --- Actions ---
@@ -274,3 +324,73 @@ class Actions:
         self._state.forget(request)
         if request.state is State.PREALLOC:
             self._queue.remove(request)
+
+    # --- The early ends of requests in lent pages ---
+
+    def wait_for_tiers(self, request: Request, event: PrefillLost) -> None:
+        """Let the tiers go on: no prefill sends what they do not bring."""
+        request.attempts.refuse(request.generation, event)
+        self._state.request_changed(request)
+
+    def ask_tiers_again(self, request: Request, event: Progressed) -> None:
+        """Return to the queue with what is in place; the next plan goes on from there."""
+        assert request.attempts.refusal is not None
+        if not _has_progressed(request):
+            request.admission.pause(self._state.now_s + ROOM_PAUSE_S)
+            self._state.set_deadline(request, request.admission.retry_at_s)
+        self._restore.leave(request, settled=request.attempts.refusal[1].settled)
+        self.requeue(request)
+
+    def end_without_tiers(self, request: Request, event: Progressed) -> None:
+        """End early, because neither a tier nor a prefill has the rest."""
+        assert request.attempts.refusal is not None
+        self.end_without_prefill(request, request.attempts.refusal[1])
+
+    def end_without_prefill(self, request: Request, event: PrefillLost) -> None:
+        """End early, because the room is lost and every prefill was tried."""
+        self._end_early(request, event.cause, event.detail, settled=event.settled)
+
+    def end_at_deadline(self, request: Request, event: DeadlinePassed) -> None:
+        """End early, because the caller's deadline has passed."""
+        self._end_early(request, "deadline", f"in {request.state.value}", settled=False)
+
+    def _end_early(self, request: Request, cause: str, detail: str, *, settled: bool) -> None:
+        self._restore.leave(request, settled=settled)
+        self._lending.end_with(request, cause, detail)
+        if request.waits_for_admission:
+            self._queue.remove(request)
+
+
+class Receiving:
+    """Actions of the request machine for what prefill sends."""
+
+    def __init__(self, state: CoreState, rooms: Rooms, loads: Loads, shared_transfers: SharedTransfers) -> None:
+        self._state = state
+        self._rooms = rooms
+        self._loads = loads
+        self._shared_transfers = shared_transfers
+
+    def receive_chunk(self, request: Request, event: ChunkReceived) -> None:
+        """Note pages that have arrived; they may complete a load that other requests wait for as well."""
+        assert request.room is not None
+        load = self._rooms.load_filled_by(request.room, event)
+        if load is not None:
+            # Before the chunk is noted: if this raises, the room's cursors are unchanged and the chunk is not lost.
+            self._loads.filled(load)
+        self._rooms.take_chunk(request.room, event)
+        self._note_progress(request)
+
+    def receive_aux(self, request: Request, event: AuxReceived) -> None:
+        """Note that the first token has arrived from one rank."""
+        assert request.room is not None
+        self._rooms.receive_aux(request.room, event.rank)
+        self._note_progress(request)
+
+    def _note_progress(self, request: Request) -> None:
+        is_complete = request.room is not None and request.room.is_complete
+        # Guards, waiters of component pages and early READY ask whether the room is complete, and nothing else of it.
+        if is_complete:
+            self._state.request_changed(request)
+        self._shared_transfers.note_received(request, is_complete=is_complete)
+        if is_complete:
+            self._loads.divide_again(request)

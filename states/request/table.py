@@ -82,7 +82,7 @@ With lent pages (`tidekv.states.request.lending`) the device pages are the calle
 its lent pages instead of pages of the pool, a reserve and a path in the tree, and ends with READY. A passed deadline,
 and a lost room after the last attempt, are no failures: READY then returns the pages that are in place. A request that
 names no prefill ends so when its loads have ended, or plans once more if host memory had no room for all of them
-(`tidekv.states.request.lent_ends`). The outcome, failure included, is reported when nothing writes to the pages any
+(`guards_and_actions`). The outcome, failure included, is reported when nothing writes to the pages any
 more.
 
 The core fires three internal events at a request after every change that may let it move on, in this order, if the
@@ -112,18 +112,9 @@ from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions as guards
-from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.guards_and_actions import Actions, Receiving
 from tidekv.states.request.lending import Lending
-from tidekv.states.request.lent_ends import (
-    LentEnds,
-    fills_lent_pages,
-    has_all_of_tiers,
-    has_filled_lent_pages,
-    has_more_in_tiers,
-    is_left_to_tiers,
-)
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import Restore
 
 if TYPE_CHECKING:
@@ -151,7 +142,6 @@ class Rules:
 
     restore: Restore
     lending: Lending
-    lent_ends: LentEnds
     rooms: Rooms
     receiving: Receiving
     serving: Serving
@@ -184,20 +174,22 @@ TRANSITIONS = (
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
     # The usual end comes first. A request that has failed to recompute never has everything.
     Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.restore.commit, only_if=guards.has_everything),
-    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.lending.commit, only_if=has_filled_lent_pages),
+    Row(
+        events.Progressed, (TRANSFER,), READY, before=lambda of: of.lending.commit, only_if=guards.has_filled_lent_pages
+    ),
     Row(
         events.Progressed,
         (TRANSFER,),
         PREALLOC,
-        before=lambda of: of.lent_ends.ask_tiers_again,
-        only_if=has_more_in_tiers,
+        before=lambda of: of.actions.ask_tiers_again,
+        only_if=guards.has_more_in_tiers,
     ),
     Row(
         events.Progressed,
         (TRANSFER,),
         READY,
-        before=lambda of: of.lent_ends.end_without_tiers,
-        only_if=has_all_of_tiers,
+        before=lambda of: of.actions.end_without_tiers,
+        only_if=guards.has_all_of_tiers,
     ),
     Row(
         events.Progressed,
@@ -248,17 +240,23 @@ TRANSITIONS = (
         events.PrefillLost,
         WITH_ROOM,
         None,
-        before=lambda of: of.lent_ends.wait_for_tiers,
-        only_if=is_left_to_tiers,
+        before=lambda of: of.actions.wait_for_tiers,
+        only_if=guards.is_left_to_tiers,
     ),
     Row(
         events.PrefillLost,
         WITH_ROOM,
         READY,
-        before=lambda of: of.lent_ends.end_without_prefill,
-        only_if=fills_lent_pages,
+        before=lambda of: of.actions.end_without_prefill,
+        only_if=guards.fills_lent_pages,
     ),
-    Row(events.DeadlinePassed, LIVE, READY, before=lambda of: of.lent_ends.end_at_deadline, only_if=fills_lent_pages),
+    Row(
+        events.DeadlinePassed,
+        LIVE,
+        READY,
+        before=lambda of: of.actions.end_at_deadline,
+        only_if=guards.fills_lent_pages,
+    ),
     # Failure.
     Row(events.TransitionRaised, (*LIVE, READY), FAILED, before=lambda of: of.actions.fail_by_raise),
     Row(events.PrefillLost, WITH_ROOM, FAILED, before=lambda of: of.actions.fail_by_prefill),

@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.guards_and_actions import Actions, Receiving
 from tidekv.states.request.lending import Lending
-from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.receiving import Receiving
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import Rules
 
 KINDS: dict[str, Any] = {
     "restore": Restore,
     "lending": Lending,
-    "lent_ends": LentEnds,
     "rooms": Rooms,
     "receiving": Receiving,
     "serving": Serving,

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from tidekv.states import events
-from tidekv.states.errors import RemoteProtocolError
+from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.context_parts import part_of
-from tidekv.states.handover.receiver import ReceiverRoom
 from tidekv.states.types import FULL
 from tidekv.transports import wire
 from tidekv.transports.decode.page_checks import Destinations, InOrder
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from tidekv.states.component_specs import ComponentPages
     from tidekv.transports.decode.prefill_link import PrefillLink
@@ -240,3 +239,77 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
             return events.RoomFailed(
                 at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False
             )
+
+
+# --- The check of what prefill reports ---
+
+
+class _ExpectedSpan(msgspec.Struct):
+    """One requested span: pages [first, cursor) have arrived, [cursor, end) have not."""
+
+    cursor: int
+    end: int
+    ended: bool = False
+
+
+class ReceiverRoom:
+    """The requested spans of one room, and the check of every reported chunk against them.
+
+    Chunks of a span follow one another without gap or overlap and end exactly at its end. Span 0 of each component that
+    was requested ends before the last chunk of span 0 of the full pages. Control frames arrive in order, so anything
+    else is a bug of the peer.
+    """
+
+    def __init__(self, *, first: int, count: int, component_pages: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Span 0 is pages [first, first + count) of the prompt. `component_pages` has the same two numbers of span 0 of
+        each component that is requested.
+        """
+        self.has_aux = False
+        self._spans = {(FULL, 0): _ExpectedSpan(first, first + count)}
+        for name, (at, pages) in (component_pages or {}).items():
+            self._spans[name, 0] = _ExpectedSpan(at, at + pages)
+        self._component_of: dict[int, str] = {}
+        """Component of each further span."""
+
+    def extend(self, span: int, first: int, count: int, component: str = FULL) -> None:
+        """Request a further span. Raises LocalProtocolError if the number was used before."""
+        if span == 0 or span in self._component_of:
+            raise LocalProtocolError(f"span {span} was requested already")
+        self._component_of[span] = component
+        self._spans[component, span] = _ExpectedSpan(first, first + count)
+
+    def receive(self, *, span: int, first: int, count: int, last: bool, component: str = FULL) -> None:
+        """Accept prefill's report of a chunk. Raises RemoteProtocolError, and then changes nothing."""
+        expected, end = self._spans.get((component, span)), first + count
+        wrong = ""
+        if expected is None:
+            wrong = "was never requested, or was refused"
+        elif expected.ended:
+            wrong = "comes after the span's last one"
+        elif first != expected.cursor or end > expected.end:
+            wrong = f"does not continue at its cursor: [{expected.cursor}, {expected.end})"
+        elif last and end != expected.end:
+            wrong = f"is marked as the last; the span ends at {expected.end}"
+        elif last and (component, span) == (FULL, 0) and (missing := self._missing_component):
+            wrong = f"is marked as the last; the pages of {missing!r} were not sent"
+        else:
+            expected.cursor, expected.ended = end, last
+        if wrong:
+            of = "" if component == FULL else f" of component {component!r}"
+            raise RemoteProtocolError(f"chunk [{first}, {end}) of span {span}{of} {wrong}")
+
+    @property
+    def _missing_component(self) -> str:
+        """A component of which span 0 has not ended; empty if there is none."""
+        missing = (name for (name, span), each in self._spans.items() if span == 0 and name != FULL and not each.ended)
+        return min(missing, default="")
+
+    def refuse(self, span: int) -> None:
+        """Remove a span that prefill refuses; 0 is that of the full pages. Raises RemoteProtocolError if it was not
+        requested or is complete.
+        """
+        key = (self._component_of.get(span, FULL), span)
+        expected = self._spans.get(key)
+        if expected is None or expected.ended:
+            raise RemoteProtocolError(f"span {span} is refused, but was not requested or is complete")
+        del self._spans[key]

@@ -10,10 +10,10 @@ from simulation.rig import Rig
 from tests.support.each_call import raised_at_each_call
 from tidekv.states import commands, events
 from tidekv.states.errors import RemoteProtocolError
-from tidekv.states.handover.receiver import ReceiverRoom
 from tidekv.states.loads.loads import Loads
 from tidekv.states.records.request import Load
 from tidekv.states.records.stages import State
+from tidekv.transports.decode.decode_room import ReceiverRoom
 
 EIGHT = b"abcdefgh"
 

@@ -25,7 +25,7 @@ from tidekv.states.errors import (
     RequestFailed,
 )
 from tidekv.states.handover.sender import SenderRoom
-from tidekv.states.prefix.tree import PageTree
+from tidekv.states.prefix.node import PageTree
 from tidekv.states.request.table import diagram
 from tidekv.states.settings import CoreSettings
 from tidekv.states.storage_policy import StoragePolicy

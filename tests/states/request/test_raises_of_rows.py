@@ -17,10 +17,10 @@ from tidekv.states.core_state import CoreState
 from tidekv.states.records.request import Request
 from tidekv.states.records.stages import State
 from tidekv.states.request import table
-from tidekv.states.request.guards_and_actions import has_failed_short
-from tidekv.states.request.lent_ends import (
+from tidekv.states.request.guards_and_actions import (
     fills_lent_pages,
     has_all_of_tiers,
+    has_failed_short,
     has_filled_lent_pages,
     has_more_in_tiers,
     is_left_to_tiers,

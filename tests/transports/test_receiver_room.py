@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
-from tidekv.states.handover.receiver import ReceiverRoom
+from tidekv.transports.decode.decode_room import ReceiverRoom
 
 CHUNK = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 5), st.booleans())
 
