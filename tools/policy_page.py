@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
+from tidekv.states.storage.fetch_source import ESTIMATE_FRESH_S
 from tidekv.states.storage.source_split import TRUSTED_S
-from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
 END = "<!-- End of the policies. -->"

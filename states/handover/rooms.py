@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
 from tidekv.states.records.request import Load, Request, RoomRecord
 from tidekv.states.records.span import Span
+from tidekv.states.storage.fetch_source import ThroughputEstimator
 from tidekv.states.storage.source_split import SourceLoad
-from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.types import FULL, PageIds, page_ids
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ from tidekv.states.commands import CopyPages, FetchPages
 from tidekv.states.events import NOBODY, CopyEnded
 from tidekv.states.records.request import Load, Request
 from tidekv.states.records.stages import Stage
+from tidekv.states.storage.fetch_source import ThroughputEstimator
 from tidekv.states.storage.peer_fetches import STOP_SHARE, PeerCalls
 from tidekv.states.storage.source_split import SourceLoad, fetches_to_keep
-from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
 

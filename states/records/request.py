@@ -389,7 +389,7 @@ class Load:
 
     def take_lent(self) -> PageIds:
         """Give up the lent pages; the caller of this method owns them."""
-        lent, self.lent = self.lent, page_ids()
+        lent, self.lent = self.lent, NO_PAGES[:]
         return lent
 
     def was_drained(self) -> None:
@@ -698,12 +698,12 @@ class RequestComponents:
 
     def let_write(self, component: str, pages: PageIds) -> None:
         """Note pages of a component that prefill may write to, too."""
-        remote = self.remote.get(component, page_ids())
+        remote = self.remote.get(component, NO_PAGES[:])
         self.remote[component] = remote + without(pages, remote)
 
     def take(self, component: str, pages: PageIds) -> None:
         """Own further pages of a component."""
-        self.own[component] = self.own.get(component, page_ids()) + pages
+        self.own[component] = self.own.get(component, NO_PAGES[:]) + pages
 
     def give_up(self, component: str, pages: Iterable[int]) -> None:
         """Remove pages of a component that have another owner now, or are about to be freed."""
@@ -711,8 +711,8 @@ class RequestComponents:
 
     def drain(self, component: str) -> None:
         """Note that all pages of a component are draining."""
-        self.draining[component] = self.draining.get(component, page_ids()) + self.own[component]
-        self.own = {**self.own, component: page_ids()}
+        self.draining[component] = self.draining.get(component, NO_PAGES[:]) + self.own[component]
+        self.own = {**self.own, component: NO_PAGES[:]}
 
     def pages_were_freed(self) -> None:
         """Note that all pages were given back, those that were draining excepted."""
@@ -728,7 +728,7 @@ class RequestComponents:
         # Each at the place of the old one: the record of a state comes before the spare ones.
         instead = dict(zip(old, fresh, strict=True))
         self.own[component] = page_ids(instead.get(page, page) for page in self.own[component])
-        self.remote[component] = without(self.remote.get(component, page_ids()), old)
+        self.remote[component] = without(self.remote.get(component, NO_PAGES[:]), old)
         return old
 
     def note_kept(self, component: str, first: int) -> None:
@@ -786,7 +786,7 @@ class RequestComponents:
 
     def give_up_own(self) -> dict[str, PageIds]:
         """Remove all pages of the request and return them; the caller of this method owns them."""
-        own, self.own = self.own, {name: page_ids() for name in self.own}
+        own, self.own = self.own, dict.fromkeys(self.own, NO_PAGES[:])
         self.remote = {}
         return {name: pages for name, pages in own.items() if pages}
 

@@ -66,27 +66,27 @@ def can_plan(request: Request, event: Event) -> bool:
 
 def waits_for_storage(request: Request, event: Event) -> bool:
     """Whether the request is planned and a fetch of its plan has not arrived."""
-    return request.is_planned and _fetches(request)
+    return _fetches(request) and request.is_planned
 
 
 def waits_for_copies(request: Request, event: Event) -> bool:
     """Whether the request is planned, and a copy to the device is under way or a failed load is not extended yet."""
-    return request.is_planned and _copies(request)
+    return _copies(request) and request.is_planned
 
 
 def needs_no_storage(request: Request, event: Event) -> bool:
     """Whether every fetch has arrived or was given up."""
-    return not (request.is_planned and _fetches(request))
+    return not (_fetches(request) and request.is_planned)
 
 
 def needs_no_local_tier(request: Request, event: Event) -> bool:
     """Whether the request waits for prefill's writes only."""
-    return not (request.is_planned and (_fetches(request) or _copies(request)))
+    return not ((_fetches(request) or _copies(request)) and request.is_planned)
 
 
 def waits_for_prefill(request: Request, event: Event) -> bool:
     """Whether the request is planned and waits for prefill, or for the caller's computation, only."""
-    return request.is_planned and not (_fetches(request) or _copies(request))
+    return not (_fetches(request) or _copies(request)) and request.is_planned
 
 
 # These two run on every event of a request; a plain loop is faster than `any`.

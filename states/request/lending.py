@@ -28,7 +28,7 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import LentPool
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.rollback import Rollback
-from tidekv.states.types import FULL, page_ids
+from tidekv.states.types import FULL, NO_PAGES
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -109,7 +109,7 @@ class Lending:
         request.held.lock_at(self._state.index, match.device_node)
         request.held.pin_at(self._state.index, match.host_node)
         request.held.match(match.device_pages)
-        request.held.take(lent.full.pages[match.device_pages :], page_ids())
+        request.held.take(lent.full.pages[match.device_pages :], NO_PAGES[:])
         if self._component_pages is not None:
             self._component_pages.hold_lent(request, lent)
         return True

@@ -27,7 +27,7 @@ from tidekv.states.records.ahead import AheadRun
 from tidekv.states.records.request import Load
 from tidekv.states.records.stages import Stage
 from tidekv.states.storage.source_split import pages_to_load
-from tidekv.states.types import page_ids
+from tidekv.states.types import NO_PAGES
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
@@ -92,7 +92,7 @@ class Adoption:
 
     def _disown(self, load: Load, run: AheadRun, read: Operation | None) -> None:
         """Reverse an adoption in the step that made it: the read belongs to the look-ahead again."""
-        load.own_host(page_ids())
+        load.own_host(NO_PAGES[:])
         self._storage.fetching.pop(load, None)
         self._loads.abandon(load)
         if read is not None:

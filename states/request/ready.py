@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import GiveReserve, ReportDropped, ReportFinished, ReportFlushed
 from tidekv.states.events import GrowthTaken, RetractRequested
 from tidekv.states.rollback import Rollback
-from tidekv.states.types import page_ids
+from tidekv.states.types import NO_PAGES
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -52,7 +52,7 @@ class Serving:
         if short > 0 and (request.raises_of(type(event).__name__) or not (count and state.make_device_room(count))):
             count = 0
         with Rollback() as undo:
-            pages = state.device.take(count) if count else page_ids()
+            pages = state.device.take(count) if count else NO_PAGES[:]
             undo.callback(state.device.give_back, pages)
             state.emit(GiveReserve(request_id=request.request_id, pages=pages))
             undo.keep()

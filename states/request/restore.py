@@ -29,7 +29,7 @@ from tidekv.states.request.plan_fetches import Adoption, PlanFetches
 from tidekv.states.rollback import Rollback
 from tidekv.states.settings import computes_rest
 from tidekv.states.storage.source_split import pages_to_copy
-from tidekv.states.types import page_ids
+from tidekv.states.types import NO_PAGES
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -100,7 +100,7 @@ class LateRecomputation:
     def abandon(self) -> None:
         """Free the pages. Can be called again after an exception."""
         self._state.device.give_back(self.device_pages)
-        self.device_pages = page_ids()
+        self.device_pages = NO_PAGES[:]
         if self.component_pages is not None and self._rules is not None:
             self._rules.give_up(self.component_pages)
         self._state.pages_were_freed()

@@ -9,9 +9,9 @@ wait is short, and its length follows from measurements, as a retransmission tim
     budget              GAIN_SHARE of the time that storage would save if it had every page in question, times `useful`;
                         WAIT_MAX_S if the speed of the transfer is unknown
 
-An answer that is much faster than the mean replaces it, as in `tidekv.states.storage.throughput`: a stall was measured
-before, or the first call, which opens files and connections. It would take twenty answers to forget that, and plans
-made meanwhile would not wait.
+An answer that is much faster than the mean replaces it, as in `ThroughputEstimator`: a stall was measured before, or
+the first call, which opens files and connections. It would take twenty answers to forget that, and plans made meanwhile
+would not wait.
 
 With a wait of 0 a plan is made at once. Its query is sent nevertheless: the answer is measured, and a request that
 cannot be admitted yet uses it. Until the first answer the mean is unknown and the wait is WAIT_MAX_S, or the budget.
@@ -19,7 +19,7 @@ cannot be admitted yet uses it. Until the first answer the mean is unknown and t
 
 from __future__ import annotations
 
-from tidekv.states.storage.throughput import MUCH_FASTER
+from tidekv.states.storage.fetch_source import MUCH_FASTER
 
 WAIT_MIN_S = 0.002
 """Minimum wait, if there is one: event loops may be busy for as long."""

@@ -1,7 +1,7 @@
 """Split of a restore between a tier and prefill, for pages that both could deliver.
 
 Pure arithmetic on two figures per source: the seconds of a page in recent transfers
-(`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
+(`tidekv.states.storage.fetch_source`), and the number of pages that wait before it. It applies to the fetch policy
 "soonest" and is made at two moments:
 
 - A plan takes what storage has from there, behind what waits there already, unless the prompt is ready sooner if

@@ -6,8 +6,8 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands
+from tidekv.states.storage.fetch_source import ESTIMATE_FRESH_S
 from tidekv.states.storage.source_split import TRUSTED_S
-from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 COPY_S, SENT_S = 0.2, 0.1
 """Seconds of a page, from host memory and from prefill."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.asking import ask
 from tidekv.states import commands, events
+from tidekv.states.storage.fetch_source import ESTIMATE_FRESH_S
 from tidekv.states.storage.source_split import (
     MARKED_GAIN,
     PROBE_PARTS,
@@ -17,7 +18,6 @@ from tidekv.states.storage.source_split import (
     fetches_to_keep,
     pages_to_load,
 )
-from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 WAYS = st.builds(SourceLoad, st.floats(0.001, 10), st.integers(0, 50))
 TOKENS = b"abcdefgh"

@@ -10,7 +10,7 @@ from simulation.rig import Rig
 from tests.support.asking import ask
 from tidekv.states import commands, events
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
-from tidekv.states.storage.throughput import ESTIMATE_FRESH_S, ThroughputEstimator
+from tidekv.states.storage.fetch_source import ESTIMATE_FRESH_S, ThroughputEstimator
 from tidekv.states.storage_policy import changed_policy, policy_of
 
 TOKENS = b"abcdefgh"
