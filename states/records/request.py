@@ -600,8 +600,7 @@ class RoomRecord:
     def is_written(self) -> bool:
         """Whether every rank has sent the last chunk of every span, so that the pages have no writer any more."""
         # Guards evaluate this on every event; a plain loop takes half the time of `all`.
-        ranks = self.ranks
-        if not ranks:
+        if not (ranks := self.ranks):
             return False
         for span in self.spans:  # noqa: SIM110
             if len(span.ended) != ranks:
