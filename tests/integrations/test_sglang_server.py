@@ -37,25 +37,28 @@ def answers_file(folder: Path, arguments: tuple[object, ...]) -> Path:
     return folder / "-".join(["answers", *(f"{name}{value}".strip("-") for name, value in pairs if name in OF_ANSWERS)])
 
 
-async def figures_of(file: Path, *arguments: object) -> list[dict[str, Any]]:
-    """Run the harness by the environment's Python; returns its figures. Every token was compared with one server."""
+async def program(*arguments: object) -> str:
+    """Run a module by the environment's Python, and return its output; it must succeed."""
     assert VENV is not None
-    if "faults" not in arguments:
-        arguments += ("--answers", answers_file(file.parents[1], arguments))
     process = await asyncio.create_subprocess_exec(
         f"{VENV}/bin/python",
         "-m",
-        "benchmarks.sglang_pair",
         *map(str, arguments),
-        "--json",
-        str(file),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    printed, _ = await process.communicate()
-    assert process.returncode == 0, printed.decode(errors="replace")[-4000:]
+    printed = (await process.communicate())[0].decode(errors="replace")
+    assert process.returncode == 0, printed[-4000:]
+    return printed
+
+
+async def figures_of(file: Path, *arguments: object) -> list[dict[str, Any]]:
+    """Run the harness by the environment's Python; returns its figures. Every token was compared with one server."""
+    if "faults" not in arguments:
+        arguments += ("--answers", answers_file(file.parents[1], arguments))
+    await program("benchmarks.sglang_pair", *arguments, "--json", file)
     found: list[dict[str, Any]] = json.loads(await asyncio.to_thread(file.read_text))["figures"]
     return found
 
@@ -104,6 +107,19 @@ async def test_a_decode_server_that_starts_again_is_served_from_what_outlived_it
     check_served(figures)
     # Of each prompt the whole pages of the turn before; those of the last one may have been on their way at the end.
     assert figures["metrics"][f"tidekv_tokens_total{{{tier}}}"] >= 3 * 304
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_successor_serves_from_host_memory_what_a_drained_decode_server_had(tmp_path: Path, ranks: int) -> None:
+    found = json.loads((await program("tests.support.sglang_successor", tmp_path, ranks)).splitlines()[-1])
+    assert found["requests"] == 4 * 3
+    assert not found["wrong"] and not found["lost"] and not found["retries"], found
+    # The full pages of the second prompts with their answers; without their last token, which has no KV yet.
+    kept = 4 * ((550 + 24 - 1) // 16)
+    told = found["told"]
+    assert (told["handed"], told["left"], told["failed"]) == (kept, 0, 0), told
+    assert found["metrics"]["tidekv_tokens_total{l2}"] == 16 * kept, found["metrics"]
+    assert found["metrics"]["tidekv_tokens_total{transfer}"] == 4 * 800 - 16 * kept, found["metrics"]
 
 
 async def test_a_turn_costs_a_prefill_that_reads_its_new_tokens(tmp_path: Path) -> None:
