@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import serve_rooms
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -143,7 +144,7 @@ async def test_pages_that_prefill_does_not_have_are_refused(make_pair) -> None:
 
     async with make_pair() as pair:
         pair.prefill.serve = serve
-        pair.peer._on_room = serve
+        serve_rooms(pair.peer, serve)
         with pytest.raises(RequestFailed, match="100000"):
             await pair.engine.restore(pair.request("r1", [1, 2, 3, 4]))
         assert "100000" in str(failures[0])

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.support.inside import calls_of, core_of
+from tests.support.inside import assert_no_call_waits, calls_of, core_of
 from tidekv import DecodeEngine, InvalidRequest, ReadyRequest, RequestFailed
 from tidekv.states.commands import ReportReady
 
@@ -71,7 +71,7 @@ async def assert_whole(engine: DecodeEngine) -> None:
     await engine.wait_settled()
     assert calls.live_ids() == []
     assert calls.arriving(core_of(engine)) == 0
-    assert not calls._ends and not calls._tokens_left and not calls._flushes
+    assert_no_call_waits(engine)
     assert await engine.abort("r1") is False
 
 

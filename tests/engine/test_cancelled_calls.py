@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.inside import calls_of, core_of, driver_of
+from tests.support.inside import assert_no_call_waits, calls_of, core_of, driver_of
 from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed
 from tidekv.engine.decode.runtime import EffectGroup
@@ -45,7 +45,7 @@ async def test_a_rule_that_raises_while_a_request_is_given_back_fails_that_call(
                     await getattr(pair.engine, how)(ready, [1])
         await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
         await pair.assert_nothing_held()
-        assert not calls_of(pair.engine)._tokens_left
+        assert_no_call_waits(pair.engine)
 
 
 async def test_a_cancelled_finish_is_done_all_the_same(make_pair) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_hooks import LayerGate
-from tests.support.inside import calls_of, runtime_of
+from tests.support.inside import copy_on_streams_only, replace_report
 from tidekv import InvalidRequest, LayersLost, RequestFailed
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.states.commands import ReportEarly
@@ -25,7 +25,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> LayerGate:
 async def on_host(pair: Any) -> None:
     """Leave the full pages of the prompt in host memory only."""
     # Every copy goes to the thread: one on the event loop could not be held.
-    runtime_of(pair.engine).copier._small_pages_max = 0
+    copy_on_streams_only(pair.engine)
     ready = await pair.restore("warm", PROMPT)
     await pair.finish(ready, PROMPT, [1])
     await pair.engine.wait_settled()
@@ -156,13 +156,12 @@ async def test_an_abort_between_layers_gives_everything_back(make_pair, gate: La
         restore = asyncio.create_task(begin(pair))
         if by == "cancel":
             # At the moment when the call has its result: the caller never sees it.
-            tell = calls_of(pair.engine)._tell_early
 
             def tell_and_cancel(command: object) -> None:
                 tell(command)
                 restore.cancel()
 
-            calls_of(pair.engine)._tellers[ReportEarly] = tell_and_cancel
+            tell = replace_report(pair.engine, ReportEarly, tell_and_cancel)
             with pytest.raises(asyncio.CancelledError):
                 await restore
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.inside import calls_of, driver_of
+from tests.support.inside import assert_no_call_waits, driver_of
 from tidekv import InvalidRequest
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -42,7 +42,6 @@ async def test_a_call_whose_event_could_not_be_posted_leaves_no_tokens(
 ) -> None:
     async with make_pair(device_pages=32) as pair:
         ready = await pair.restore("first", PROMPT)
-        calls = calls_of(pair.engine)
 
         def fail(event: object) -> None:
             raise RuntimeError("no room in the queue")
@@ -51,7 +50,7 @@ async def test_a_call_whose_event_could_not_be_posted_leaves_no_tokens(
             patch.setattr(driver_of(pair.engine), "post", fail)
             with pytest.raises(RuntimeError, match="no room"):
                 await (pair.engine.finish(ready) if call == "finish" else pair.engine.retract(ready))
-        assert not calls._tokens_left and not calls._ends
+        assert_no_call_waits(pair.engine)
         # It is the caller's as before.
         await pair.engine.finish(ready)
         await pair.assert_nothing_held()

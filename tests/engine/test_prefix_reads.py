@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import serve_rooms
 from tests.support.neighbours import LAYOUT, PROMPT, Gate, Worker, sharing
 from tests.support.prefix_reads import Read, Talk, settled, talk
 from tests.support.waits import expected, until
@@ -405,7 +406,7 @@ async def test_reading_needs_a_reader_and_the_tokens_of_the_prompt() -> None:
         without = PrefillPeer(
             device=DevicePool.allocate(LAYOUT, 4), transport=LoopbackTransport("w", all_of.network), on_room=None
         )
-        all_of.peer._on_room = serve  # type: ignore[assignment]
+        serve_rooms(all_of.peer, serve)
         with pytest.raises(Exception, match="prefill"):
             await decode.engine.restore(
                 DecodeRequest(request_id="routed", tokens=MORE, prefill=decode.prefill, deadline_s=20.0)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tidekv
-from tests.support.inside import calls_of, runtime_of
+from tests.support.inside import assert_no_call_waits, calls_of, runtime_of
 from tidekv import (
     AdmissionOptions,
     DecodeEngine,
@@ -168,7 +168,7 @@ async def test_a_call_with_a_wrong_argument_is_refused_and_changes_nothing(make_
         assert driver.is_caught_up
         assert before == (driver.events_taken, pair.core(), ready.length, ready.pages.tolist(), calls.live_ids())
         assert not runtime_of(pair.engine).is_draining
-        assert not calls._ends and not calls._flushes and not calls._tokens_left
+        assert_no_call_waits(pair.engine)
         await pair.finish(ready, PROMPT, [1, 2])
         await pair.assert_nothing_held()
 

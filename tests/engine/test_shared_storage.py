@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import serve_rooms
 from tidekv import (
     DevicePool,
     HostPool,
@@ -100,7 +101,7 @@ async def test_namespaces_never_meet_and_hidden_prompts_are_not_stored(make_pair
 
 async def test_tokens_of_the_embedder_name_the_pages_where_the_promise_brings_none(make_pair, shared: Open) -> None:
     async with make_pair(prefill_storage=shared()) as pair:
-        pair.peer._on_room = None
+        serve_rooms(pair.peer, None)
 
         async def restore_routed(name: str, tokens: bytes | None) -> None:
             request = pair.request(name, PROMPT)

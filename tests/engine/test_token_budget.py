@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.inside import reserve_of
 from tidekv import AdmissionOptions, InvalidRequest, OutOfPages
 
 PAGE = 4
@@ -43,7 +44,7 @@ async def test_max_new_tokens_bounds_the_reserve_and_what_is_left_of_it_counts_a
         for tokens in (0, 1, 3, 4, 7, 8, 1000):
             # Six tokens fill a page and a half: KV of three more needs another page. The last token has none.
             ready = await pair.restore(f"r{tokens}", [tokens, 1, 2, 3, 4, 5], max_new_tokens=tokens)
-            reserves[tokens] = len(ready._reserve)
+            reserves[tokens] = len(reserve_of(ready))
             await pair.engine.finish(ready)
         assert reserves == {0: 3, 1: 0, 3: 0, 4: 1, 7: 1, 8: 2, 1000: 3}
         ready = await pair.restore("budget", [9, 1, 2, 3, 4, 5], max_new_tokens=8)
@@ -52,7 +53,7 @@ async def test_max_new_tokens_bounds_the_reserve_and_what_is_left_of_it_counts_a
         assert retracted.request.max_new_tokens == 2
         ready = await pair.engine.resume(retracted)
         # Twelve tokens fill their pages; the next token is known, and the last one has no KV: one page more.
-        assert len(ready._reserve) == 1
+        assert len(reserve_of(ready)) == 1
         assert len(pair.engine.grow(ready, 9)) == 3, "growth beyond the budget is possible"
         await pair.engine.finish(ready)
 

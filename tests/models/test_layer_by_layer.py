@@ -15,7 +15,7 @@ from examples.service.decode import Batch, decode_worker
 from examples.service.model import ByteTokenizer, ServedModel
 from examples.service.prefill import DistantPrefill
 from tests.support.configs import engine_config
-from tests.support.inside import runtime_of
+from tests.support.inside import copy_on_streams_only
 from tidekv import DecodeEngine, DevicePool, HostPool, KVLayout, LoopbackTransport, PrefillConfig, PrefillPeer
 from tidekv.backends.copies import cpu_moves
 from tidekv.transports.loopback import LoopbackNetwork
@@ -82,7 +82,7 @@ async def test_the_tokens_of_a_step_that_begins_early_are_exact(
                 layer_by_layer=True,
             ) as worker,
         ):
-            runtime_of(engine).copier._small_pages_max = 0
+            copy_on_streams_only(engine)
 
             async def answer(count: int) -> tuple[list[int], int]:
                 generation = worker.start(PROMPT, count)

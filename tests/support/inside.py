@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidekv import DecodeEngine
+    from tidekv import DecodeEngine, PrefillPeer, Room
     from tidekv.backends.storage.file.engine import FileStorage
     from tidekv.backends.storage.file.file_store import FileStore
     from tidekv.engine.decode.driver import Driver
     from tidekv.engine.decode.pending_calls import PendingCalls
     from tidekv.engine.decode.rank_driver import RankDriver
     from tidekv.engine.decode.runtime import Runtime
+    from tidekv.engine.decode.values import ReadyRequest
+    from tidekv.states.commands import Command
     from tidekv.states.core import Core
 
 
@@ -33,6 +36,38 @@ def calls_of(engine: DecodeEngine) -> PendingCalls:
 def driver_of(engine: DecodeEngine) -> Driver | RankDriver:
     """What an engine posts its events to, and what tells the time."""
     return engine._driver
+
+
+def assert_no_call_waits(engine: DecodeEngine) -> None:
+    """No finish, retract, abort or settling of an engine waits for an outcome, and no request has tokens left."""
+    calls = calls_of(engine)
+    assert not calls._ends and not calls._tokens_left and not calls._flushes
+
+
+def replace_report(
+    engine: DecodeEngine, kind: type[Command], report: Callable[[Any], None]
+) -> Callable[..., None]:  # Any: a command of that kind.
+    """Have `report` called with each command of a kind that goes to an engine's users; return what was."""
+    tellers = calls_of(engine)._tellers
+    before, tellers[kind] = tellers[kind], report
+    return before
+
+
+def copy_on_streams_only(engine: DecodeEngine) -> None:
+    """Copy the smallest prompt as large ones are copied: in the background, layer by layer."""
+    copier = runtime_of(engine).copier
+    assert copier is not None
+    copier._small_pages_max = 0
+
+
+def reserve_of(ready: ReadyRequest) -> list[int]:
+    """The device pages that a request grows into without a grant."""
+    return list(ready._reserve)
+
+
+def serve_rooms(peer: PrefillPeer, on_room: Callable[[Room], Awaitable[None]] | None) -> None:
+    """Replace the function that serves the rooms of a prefill peer."""
+    peer._on_room = on_room
 
 
 def file_store_of(storage: FileStorage) -> FileStore:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.components.conftest import MakeWorker, Worker
 from tests.support.fault_hooks import LayerGate
-from tests.support.inside import runtime_of
+from tests.support.inside import copy_on_streams_only
 from tidekv import DecodeRequest, LayersLost, ReadyRequest
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.synthetic.components import wrong_components
@@ -26,7 +26,7 @@ async def begin(made: Worker, gate: LayerGate) -> ReadyRequest:
     """Leave the prompt in host memory only, and restore it up to the first layer."""
     gate.open()
     # Every copy goes to the thread: one on the event loop could not be held.
-    runtime_of(made.engine).copier._small_pages_max = 0
+    copy_on_streams_only(made.engine)
     await made.answer("warm", PROMPT, [1])
     await made.engine.flush(("l1",))
     for pools in made.components:

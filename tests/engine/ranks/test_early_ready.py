@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_hooks import LayerGate
-from tests.support.inside import calls_of, core_of, runtime_of
+from tests.support.inside import copy_on_streams_only, core_of, replace_report, reserve_of, runtime_of
 from tests.support.waits import expected
 from tidekv import DecodeRequest, LayersLost, OutOfPages, ReadyRequest, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
@@ -50,7 +50,7 @@ async def on_host(world: SimpleNamespace, members: list[Any]) -> None:
     """Leave the full pages of the prompt in host memory only, on all ranks."""
     for member in members:
         # Every copy goes to the thread: one on the event loop could not be held.
-        runtime_of(member.engine).copier._small_pages_max = 0
+        copy_on_streams_only(member.engine)
     await world.finish_all(members, await world.restore_all(members, "warm"))
     await world.settle(members)
     await members[0].engine.flush(("l1",))
@@ -189,9 +189,8 @@ async def test_a_caller_that_leaves_as_soon_as_it_has_the_first_layer_gives_ever
 ) -> None:
     async with world.instance(2) as members:
         await on_host(world, members)
-        gates, calls = gates_of(members, monkeypatch), calls_of(members[1].engine)
+        gates = gates_of(members, monkeypatch)
         restores = [asyncio.create_task(begin(world, member)) for member in members]
-        tell = calls._tellers[commands.ReportEarly]
 
         def tell_and_cancel(command: commands.ReportEarly) -> None:
             # The call has its result, or would have it now, and the caller never sees it.
@@ -200,7 +199,7 @@ async def test_a_caller_that_leaves_as_soon_as_it_has_the_first_layer_gives_ever
             tell(command)
             restores[1].cancel()
 
-        calls._tellers[commands.ReportEarly] = tell_and_cancel
+        tell = replace_report(members[1].engine, commands.ReportEarly, tell_and_cancel)
         with pytest.raises(asyncio.CancelledError):
             await restores[1]
         ready = await restores[0]
@@ -225,7 +224,7 @@ async def test_room_grown_before_ready_is_counted_on_all_ranks_and_nothing_beyon
         for member, ready in zip(members, readies, strict=True):
             before = ready.pages.tolist()
             with pytest.raises(OutOfPages):
-                await member.engine.wait_grown(ready, (len(ready._reserve) + 2) * world.PAGE_SIZE)
+                await member.engine.wait_grown(ready, (len(reserve_of(ready)) + 2) * world.PAGE_SIZE)
             assert ready.pages.tolist() == before
             assert await member.engine.wait_grown(ready, world.PAGE_SIZE) == [ready.pages[-1]]
         for gate in gates:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.inside import core_of, runtime_of
+from tests.support.inside import core_of, runtime_of, serve_rooms
 from tests.support.waits import LIMIT_S, expected
 from tidekv import Replayer
 from tidekv.engine.decode import driver
@@ -236,7 +236,7 @@ async def test_what_one_prefill_rank_raises_is_the_cause_on_all_ranks_and_its_wo
         async def bug(room: object) -> None:
             raise ZeroDivisionError("no such head")
 
-        members[1].peer._on_room = bug
+        serve_rooms(members[1].peer, bug)
         failed = await asyncio.gather(
             *(member.restore("r1", world.PROMPT) for member in members), return_exceptions=True
         )

@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from tests.support.inside import calls_of, core_of, runtime_of
+from tests.support.inside import calls_of, core_of, reserve_of, runtime_of
 from tests.support.waits import expected
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest, OutOfPages
@@ -102,7 +102,7 @@ async def test_growth_beyond_the_reserve_is_agreed_on_and_the_same_on_all_ranks(
     async with world.instance(2) as members:
         await members[0].engine.wait_formed()
         readies = await world.restore_all(members, "a")
-        reserve = len(readies[0]._reserve)
+        reserve = len(reserve_of(readies[0]))
         tokens = (reserve + 5) * world.PAGE_SIZE
         taken = await asyncio.gather(
             *(member.engine.wait_grown(ready, tokens) for member, ready in zip(members, readies, strict=True))
@@ -119,7 +119,7 @@ async def test_growth_within_the_reserve_waits_for_no_other_rank(world, monkeypa
     async with world.instance(2, hold_s=600.0) as members:
         readies = await world.restore_all(members, "a")
         ready, engine = readies[0], members[0].engine
-        reserve = list(ready._reserve)
+        reserve = reserve_of(ready)
         room = len(ready.pages) * world.PAGE_SIZE - ready.length
         asked: list[events.GrowthTaken] = []
         post = runtime_of(engine).ranks.post
