@@ -27,9 +27,10 @@ REQUESTS = 120
 SEEDS_MAX = 160
 FIRST_SEEDS = {
     "a_late_fetch_gives_its_host_pages_back_at_once": 35,
-    "a_waiter_extends_beyond_its_own_prompt": 140,
+    "a_waiter_extends_beyond_its_own_prompt": 150,
+    "an_extend_goes_to_pages_under_a_late_copy": 9,
 }
-"""Where a bug shows in few worlds, and seldom in the first ones."""
+"""Runs of the seeds before do not find the bug."""
 MUTANTS: dict[str, Mutant] = {}
 
 
