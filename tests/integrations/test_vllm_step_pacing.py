@@ -98,14 +98,14 @@ def test_a_worker_paces_its_steps_until_its_load_has_ended(
         vllm.step({}, [])
         assert sys.getswitchinterval() == interval
         sleeps.clear()
-        pages = vllm.worker.connector_worker.pages
-        write = pages._copies.write
+        mover = vllm.worker.connector_worker.engine.engine._engine._runtime.copier._mover
+        write = mover.to_device
 
-        def held(*given: object, **named: object) -> None:
+        def held(*given: object) -> None:
             assert gate.wait(LIMIT_S), "the test did not go on"
-            write(*given, **named)
+            write(*given)
 
-        pages._copies.write = held
+        mover.to_device = held
         request = request_of(prompt)
         vllm.scheduler.on_new_request(request)
         vllm.scheduler.connector_scheduler._known["r"].answer.result(LIMIT_S)
