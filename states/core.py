@@ -38,7 +38,6 @@ from tidekv.states import events
 from tidekv.states.backup.backups import Backups
 from tidekv.states.backup.found_pages import FoundPages
 from tidekv.states.backup.offers import Offers
-from tidekv.states.backup.passing import Passages
 from tidekv.states.backup.store_all import StoreAll
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
@@ -64,6 +63,7 @@ from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import PlanSources, Restore
 from tidekv.states.request.table import Rules, build_machine
 from tidekv.states.storage.admission import StorageAdmission
+from tidekv.states.storage.passing import Passages
 from tidekv.states.storage.peer_fetches import PeerFetches
 from tidekv.states.storage.taken_prompts import TakenPrompts
 

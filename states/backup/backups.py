@@ -30,12 +30,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.backup.passing import PassedBatch
 from tidekv.states.commands import CopyPages, ForgetTokens, HandPrompt, ReportRetracted, StorePages
 from tidekv.states.components.backups import ComponentWrite
 from tidekv.states.events import PagesStored, PromptHanded
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import Measurement
+from tidekv.states.storage.passing import PassedBatch
 from tidekv.states.storage.taken_prompts import TakenPart
 from tidekv.states.types import PageIds, page_ids
 

@@ -3,7 +3,7 @@
 With lent device pages the prefix index never has them, so no finished request can be backed up. The embedder offers its
 pages instead. The part that host memory lacks is copied to new host pages, which join the tree after the copy, and the
 path is then stored as by any other backup. Host pages only join the tree below host pages: what host memory has no room
-for, and an offer whose prefix is not there, passes through to storage (`tidekv.states.backup.passing`).
+for, and an offer whose prefix is not there, passes through to storage (`tidekv.states.storage.passing`).
 
     offered pages   [ in host memory | under way by an earlier offer | copied by this one | passed on, or declined ]
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.backup.backups import Backups
-    from tidekv.states.backup.passing import Passage, Passages
     from tidekv.states.components.backups import ComponentBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PagesOffered
     from tidekv.states.prefix.index import Node, Receipt
+    from tidekv.states.storage.passing import Passage, Passages
     from tidekv.states.types import PageIds
 
 

@@ -4,7 +4,7 @@ An offer has the component pages of its end: all pages of a window that a comput
 record of a state. Those that host memory lacks are copied beside the full pages (`tidekv.states.backup.offers`). They
 join the index when the full pages before that end are in host memory, and are then stored by the rules of
 `tidekv.states.components.backups`. Where host memory has no room for them, or does not get all full pages before them,
-they pass through it (`tidekv.states.backup.passing`).
+they pass through it (`tidekv.states.storage.passing`).
 
 A component is declined if its pages may not pass, if a copy failed, or if the offer that brings the full pages before
 its own fails. The copies own their host pages until these join the index.
@@ -22,12 +22,12 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.states.backup.passing import Passage, Passages
     from tidekv.states.components.backups import ComponentBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PagesOffered
     from tidekv.states.prefix.component_index import ComponentIndex
     from tidekv.states.prefix.node import Node
+    from tidekv.states.storage.passing import Passage, Passages
 
 
 class OfferedCopy:

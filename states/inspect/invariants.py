@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol
 from tidekv.states import events
 from tidekv.states.backup.backups import Backup
 from tidekv.states.backup.offers import Offer
-from tidekv.states.backup.passing import Passage, PassedBatch
 from tidekv.states.components.backups import ComponentBackup, ComponentWrite
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.missing import LateComponentCopy
@@ -38,12 +37,12 @@ from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.storage.admission import StorageQuery
 from tidekv.states.storage.fetch_source import LateFetch
+from tidekv.states.storage.passing import Passage, PassedBatch
 from tidekv.states.types import FULL, PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.backup.offers import Offers
-    from tidekv.states.backup.passing import Passages
     from tidekv.states.backup.store_all import StoreAll
     from tidekv.states.core_state import CoreState
     from tidekv.states.handover.rooms import Rooms
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from tidekv.states.request.table import BoundRows
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage.admission import StorageAdmission
+    from tidekv.states.storage.passing import Passages
     from tidekv.states.storage.peer_fetches import PeerFetches
 
 
