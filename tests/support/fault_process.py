@@ -274,9 +274,8 @@ class FaultProcess:
         return self._child.exitcode
 
     def end(self) -> None:
-        """Kill the child if it is alive, and reap it."""
-        if self._child.is_alive():
-            self.signal(signal.SIGKILL)
+        """Kill the child, which may have ended, and reap it."""
+        self._child.kill()
         self._child.join(END_S)
         self._child.close()
         self.line.close()
