@@ -33,7 +33,7 @@ def renamed_and_sorted(logger: object, method: str, fields: dict[str, Any]) -> d
 def app_log(tmp_path: Path) -> Iterator[Path]:
     """A service that logs JSON by structlog and the standard library, to a file that is rotated often."""
     path = tmp_path / "app.log"
-    handler = RotatingFileHandler(path, maxBytes=20_000, backupCount=100)
+    handler = RotatingFileHandler(path, maxBytes=10_000, backupCount=100)
     root, level = logging.getLogger(), logging.getLogger().level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
