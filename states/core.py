@@ -283,7 +283,7 @@ class Core:
             raise IllegalEvent(f"offer {event.offer} of pages without keys, or to a core with device pages of its own")
         end, size = len(event.keys) // self.settings.key_bytes, self.settings.page_size
         needed = {each.name: min(each.trailing_pages(size), end) for each in self.settings.components}
-        if any(not given or len(given) != needed.get(name) for name, given in event.offered_components.items()):
+        if any(not 0 < len(given) <= needed.get(name, 0) for name, given in event.offered_components.items()):
             raise IllegalEvent(f"offer {event.offer} of component pages that are not those of its end")
         self.offers.begin(event)
 

@@ -171,9 +171,9 @@ class PagesOffered(Event, frozen=True, kw_only=True):
     """The embedder offers device pages of its own: they hold the last pages of `keys`, and do not change meanwhile.
 
     `keys` are those of full pages from the first one on. `offered_components` has, by component, all pages that a
-    computation which continues behind them needs. Pages that cannot stay in host memory wait at most `hold_s` for the
-    copy by which they pass through it. ReportOffered returns `offer`. With ranks, `content` names the offer on all of
-    them.
+    computation which continues behind them needs, or the last of them. Pages that cannot stay in host memory wait at
+    most `hold_s` for the copy by which they pass through it. ReportOffered returns `offer`. With ranks, `content` names
+    the offer on all of them.
     """
 
     offer: int

@@ -261,7 +261,8 @@ class DecodeEngine:
         offer. Pages for which it has no room, or not those before them, pass through it to storage, batch by batch. For
         that they wait at most `hold_s` seconds for room and for storage; what then was not copied is declined.
         `component_pages`: by component, its pages at the end of the last full page: all that cover the window there,
-        the record of the state as it was there. A component that is left out is sent by prefill at that end.
+        the record of the state as it was there. A component that is left out is sent by prefill at that end. The last
+        pages of a window alone pass to storage.
         `key_seed`: as in `DecodeRequest`, in place of a namespace.
 
         The offer is taken at once. The future ends when nothing reads the pages any more; do not write to them before.

@@ -68,14 +68,14 @@ def checked_components(
     component_pages: object, components: Sequence[Component], needed: Mapping[str, int], *, all_of: bool, where: str
 ) -> dict[str, PageIds]:
     """Return page ids by component, in the order of `components`. Raises InvalidRequest as `copied_components`, and for
-    another number of pages than `needed`. With `all_of`, every component must be there.
+    another number of pages than `needed`, or without `all_of` for more. With it, every component must be there.
     """
     sizes = {component.name: component.device_pages for component in components}
     given = copied_components(component_pages, sizes, where=where)
     for name in sizes:
         if name not in given and all_of:
             raise InvalidRequest(f"{where}: component_pages lacks component {name!r}, {needed[name]} pages")
-        if name in given and len(given[name]) != needed[name]:
+        if name in given and not (needed[name] if all_of else 0) <= len(given[name]) <= needed[name]:
             raise InvalidRequest(
                 f"{where}, component {name!r}: the end needs {needed[name]} pages, not {len(given[name])}"
             )

@@ -267,13 +267,15 @@ class Offers:
         elif offer.host_pages and self._passages.take_over(offer.event, offer.base, offer.host_pages):
             offer.taken_over, offer.host_pages = len(offer.host_pages), page_ids()
         self._give_up_host_pages(offer)
+        joins = leaf is not None and offer.components is not None and offer.components.has_pages
         if offer.components is not None:
             if leaf is not None:
                 offer.components.join(leaf)
             offer.components.give_up()
         for other in [other for other in self._live if other.follows is offer]:
             self._continue(other)
-        if leaf is not None and offer.copied:
+        # Component pages are stored behind the full pages before them, which another offer may have brought.
+        if leaf is not None and (offer.copied or (joins and not state.index.tree.is_stored(leaf))):
             self._backups.store_path(leaf)
         if offer.pin is not None:
             state.index.unpin(offer.pin)

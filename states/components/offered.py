@@ -4,7 +4,7 @@ An offer has the component pages of its end: all pages of a window that a comput
 record of a state. Those that host memory lacks are copied beside the full pages (`tidekv.states.backup.offers`). They
 join the index when the full pages before that end are in host memory, and are then stored by the rules of
 `tidekv.states.components.backups`. Where host memory has no room for them, or does not get all full pages before them,
-they pass through it (`tidekv.states.storage.passing`).
+they pass through it (`tidekv.states.storage.passing`); so do the last pages of a window without those before them.
 
 A component is declined if its pages may not pass, if a copy failed, or if the offer that brings the full pages before
 its own fails. The copies own their host pages until these join the index.
@@ -112,7 +112,9 @@ class OfferedComponents:
         missing = page_ids(at for at in range(first, self._end) if at not in here)
         if not missing:
             return
-        if not is_reached or tier.room < len(missing) or not tier.may_keep(len(missing)):
+        needed = self._index.components[component].trailing_pages(self._state.settings.page_size)
+        is_whole = len(pages) == min(needed, self._end)
+        if not (is_reached and is_whole) or tier.room < len(missing) or not tier.may_keep(len(missing)):
             self._pass(component, missing[0], page_ids(pages[missing[0] - first :]))
             return
         copy = OfferedCopy(self, component, missing, page_ids(pages[at - first] for at in missing))

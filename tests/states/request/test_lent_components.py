@@ -236,8 +236,8 @@ def test_a_core_takes_one_page_for_each_position_that_the_end_needs(lent: dict[s
     rig.expect_nothing_held()
 
 
-@pytest.mark.parametrize("offered", [{"window": (1, 2)}, {"state": (1, 2)}, {"draft": (1,)}, {"state": ()}])
-def test_a_core_takes_offers_of_whole_ends_only(offered: dict[str, tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("offered", [{"window": (1, 2, 3, 4)}, {"state": (1, 2)}, {"draft": (1,)}, {"state": ()}])
+def test_a_core_takes_offers_of_pages_of_their_end_only(offered: dict[str, tuple[int, ...]]) -> None:
     rig = lent_rig()
     with pytest.raises(IllegalEvent, match="not those of its end"):
         offer(rig, offered_components=offered)
