@@ -63,16 +63,14 @@ class StorageGuard:
     After repeated failures the circuit breaker is open until a probe succeeds. All calls on one loop.
     """
 
-    def __init__(self, storages: Sequence[Storage], log: EngineLog, limits: BreakerLimits | None = None) -> None:
+    def __init__(self, storages: Sequence[Storage], log: EngineLog) -> None:
         """The caller owns the engines; the sequence is read at each probe, so engines added later are probed too."""
         self._storages = storages
         self._log = log
-        self._limits = limits or DEFAULT_LIMITS
+        self._limits = DEFAULT_LIMITS
         self._breaker = CircuitBreaker()
         self._tasks = OwnedTasks("storage guard")
         self._closing = False
-        self.opened = 0
-        """How often the breaker has opened."""
 
     @property
     def is_open(self) -> bool:
@@ -88,17 +86,13 @@ class StorageGuard:
         try:
             result = await own_cancels_only(function(*args, **kwargs), "storage")
         except Exception as error:
-            self.failed(what, error)
+            self._log_failure(what, error)
+            self._note(failed=True)
             return None
         self._note(failed=False)
         return result
 
-    def failed(self, what: str, error: BaseException) -> None:
-        """Record and log a failed call."""
-        self.log_failure(what, error)
-        self._note(failed=True)
-
-    def log_failure(self, what: str, error: BaseException) -> None:
+    def _log_failure(self, what: str, error: BaseException) -> None:
         """Log a failure. An exception that is not a TidekvError is a defect, logged with its traceback."""
         if isinstance(error, TidekvError):
             self._log.warning(what, cause=str(error))
@@ -119,7 +113,6 @@ class StorageGuard:
             backoff_max_s=limits.backoff_max_s,
         )
         if self._breaker.is_open and not was_open:
-            self.opened += 1
             self._log.warning("storage is not used until a probe succeeds")
             if not self._closing:
                 self._tasks.spawn(self._probe(), name="probe")
@@ -134,5 +127,5 @@ class StorageGuard:
             except Exception as error:
                 # Of every kind: without another probe, storage would never be used again.
                 failed = True
-                self.log_failure("storage still fails", error)
+                self._log_failure("storage still fails", error)
             self._breaker.probed(failed=failed, backoff_max_s=self._limits.backoff_max_s)

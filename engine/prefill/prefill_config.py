@@ -12,11 +12,13 @@ class PromptStoreSettings(Options, frozen=True, kw_only=True):
     """Bounds of what a prefill worker writes to storage. Raises InvalidConfig."""
 
     batch_pages: PositiveCount = 32
-    """Pages of one put."""
+    """Maximum pages of one put of pages that host memory cannot keep."""
     rooms_max: PositiveCount = 64
     """Maximum prompts being stored at once; further ones are not stored."""
     hold_s: Seconds = 1.0
-    """Maximum time for which a room lends its pages; pages not in host memory by then are not stored."""
+    """Maximum time for which a room lends pages that wait for room in host memory, or for storage; those whose copy has
+    not begun by then are not stored.
+    """
     put_timeout_s: Seconds = 30.0
     """Maximum time of one put."""
     breaker_failures: Count = 8
@@ -26,7 +28,7 @@ class PromptStoreSettings(Options, frozen=True, kw_only=True):
     breaker_backoff_max_s: Seconds = 30.0
     """Maximum time between probes: each waits twice as long as the one before, up to this, until a call succeeds."""
     close_wait_s: Seconds = 2.0
-    """Maximum time that closing waits for prompts being stored, before it cancels them."""
+    """Maximum time that closing waits for prompts being stored, before it ends the engine that stores them."""
 
 
 class PrefillConfig(Options, frozen=True, kw_only=True):

@@ -98,8 +98,9 @@ class PrefillPeer:
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
     with the promise (`DecodeRequest(send_prompt=True)`), or by `room.finish(tokens=…)`; a prompt without is not stored,
     and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
-    pages are the peer's then, or a small pool of its own. Windows and records that were sent, or given by
-    `room.keep_component_pages`, are stored with the full pages that they belong to. The peer closes storage.
+    pages are the peer's then, or a small pool of its own. It keeps what was stored last, so that a prompt which extends
+    another is copied from there on. Windows and records that were sent, or given by `room.keep_component_pages`, are
+    stored with the full pages that they belong to. The peer closes storage.
 
     Decode workers with `EngineConfig.page_checksums` get the checksum of every page that is sent to them. That needs
     pools in host memory: a peer on a GPU refuses such workers.
@@ -154,7 +155,9 @@ class PrefillPeer:
         self._reader: PrefixReader | None = None
         self._store: PromptStore | None = None
         if storage is not None:
-            self._store = PromptStore(storage, config, device=device, host=host, components=components)
+            self._store = PromptStore(
+                storage, config, device=device, host=host, components=components, instance=transport.instance
+            )
         # Decode workers may require checksums of pages; those in GPU memory would have to be copied to be hashed.
         memories = (device.memory, *(pools.device.memory for pools in components))
         self._checksum_thread = ChecksumThread() if all(memory.kind == "DRAM" for memory in memories) else None
@@ -235,12 +238,8 @@ class PrefillPeer:
             stack.push_async_callback(self._transport.close)
             await self._transport.start(poller=poller, listen=self.config.listen)
             if self._store is not None:
-                # File I/O copies inside the call that posts it, which would delay transfers that share its poller.
-                storage_poller = PollerThread(name="tidekv-storage-poller")
-                storage_poller.start()
-                stack.push_async_callback(storage_poller.close)
+                await self._store.start()
                 stack.push_async_callback(self._store.close)
-                await self._store.start(storage_poller)
             if self._reader is not None:
                 await stack.enter_async_context(self._reader.engine)
             stack.push_async_callback(self._end_rooms)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.inside import serve_rooms
+from tests.support.inside import runtime_of, serve_rooms, store_of
 from tidekv import (
     DevicePool,
     HostPool,
@@ -20,7 +20,7 @@ from tidekv import (
     prompt_digest,
 )
 from tidekv.backends.keys.chain import pack_tokens, page_digests
-from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.base import Storage, StorageStatistics
 from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
 from tidekv.states.errors import StorageFailed
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
@@ -146,6 +146,9 @@ class Slow:
         await self.gate.wait()
         return [True] * len(keys)
 
+    def statistics(self) -> StorageStatistics:
+        return StorageStatistics(self.uri, 0, 0, 1 << 20, 0, 0, 0, 0, 0, 0)
+
     async def close(self) -> None:
         self.closed = True
 
@@ -157,14 +160,14 @@ async def test_slow_storage_holds_no_page_of_prefill_for_longer_than_the_copy(ma
         prefill_storage=slow, prefill_host=HostPool.allocate(LAYOUT, 5), prefill_store=settings
     ) as pair:
         for number in range(3):
-            ready = await pair.restore(f"r{number}", [*PROMPT[:-1], number])
+            ready = await pair.restore(f"r{number}", [number, *PROMPT[1:]])
             await pair.engine.finish(ready)
             await pair.engine.flush()
             # The first has all host pages; the others' rooms end when their time is up, though no put does.
         async with pair.prefill.freed:
             await pair.prefill.freed.wait_for(lambda: pair.prefill.pages_free == 256)
         statistics = pair.peer.statistics()
-        assert statistics["store_pages_late"] == 10
+        assert statistics["store_pages_declined"] == 10
         slow.gate.set()
         await pair.peer.wait_stored()
         assert pair.peer.statistics()["store_pages_written"] == 5
@@ -175,7 +178,8 @@ async def test_pages_are_not_given_back_to_prefill_while_they_are_copied(make_pa
     storage = open_storage("memory:?capacity=1MiB")
     copying, copied = asyncio.Event(), asyncio.Event()
     async with make_pair(prefill_storage=storage) as pair:
-        copier = pair.peer._store._full.copier
+        copier = runtime_of(store_of(pair.peer)).copier
+        assert copier is not None
         to_host = copier.to_host
 
         def hold(*pages: object) -> asyncio.Future[None]:
@@ -206,11 +210,17 @@ async def test_pages_are_not_given_back_to_prefill_while_they_are_copied(make_pa
 
 
 async def test_broken_storage_fails_nobody(make_pair) -> None:
-    async with make_pair(prefill_storage=Slow(fails=True)) as pair:
-        ready = await pair.restore("r1", PROMPT)
-        await pair.finish(ready, PROMPT, [1])
-        await pair.peer.wait_stored()
-        assert pair.peer.statistics()["store_pages_failed"] == 5
+    storage = Slow(fails=True)
+    storage.gate.set()
+    async with make_pair(prefill_storage=storage) as pair:
+        for written in (0, 5):
+            ready = await pair.restore("r1", PROMPT)
+            await pair.finish(ready, PROMPT, [1])
+            await pair.peer.wait_stored()
+            assert pair.peer.statistics()["store_pages_written"] == written
+            # Host memory has kept what could not be stored.
+            storage.fails = False
+            await pair.engine.flush()
 
 
 async def test_closing_waits_a_while_for_puts_and_then_cuts_them(make_pair) -> None:
@@ -220,7 +230,7 @@ async def test_closing_waits_a_while_for_puts_and_then_cuts_them(make_pair) -> N
         ready = await pair.restore("r1", PROMPT)
         await pair.engine.finish(ready)
     assert slow.closed
-    assert pair.peer.statistics()["store_bounce_free"] == 256
+    assert pair.peer.statistics()["store_rooms"] == 0
     assert pair.peer.statistics()["store_closed_early"] == 1
 
 

@@ -23,6 +23,13 @@ def runtime_of(engine: DecodeEngine) -> Runtime:
     return engine._runtime
 
 
+def store_of(peer: PrefillPeer) -> DecodeEngine:
+    """The engine by which a prefill peer writes its prompts through to storage."""
+    store = peer._store
+    assert store is not None
+    return store._engine
+
+
 def core_of(engine: DecodeEngine) -> Core:
     """The core that decides for an engine."""
     return engine._runtime.core

@@ -93,12 +93,13 @@ async def test_what_prefill_wrote_of_windows_and_records_a_decode_worker_restore
         assert peer.statistics()["store_component_pages_written"] == 0
 
 
-async def test_what_prefill_keeps_inside_of_a_prompt_serves_prompts_that_end_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [3, 6])
+async def test_what_prefill_keeps_inside_of_a_prompt_serves_prompts_that_end_there(tmp_path: Path, pages: int) -> None:
     def keep(room: Room, kv: SyntheticKV) -> None:
-        """The record after the sixth page, in a page that the prefill uses for nothing else."""
-        (digest,) = prompt_digests(bytes(room.tokens or b"")[: len(WHOLE) * 4], SIZE)[5:6]
+        """The record after some pages, in a page that the prefill uses for nothing else."""
+        digest = prompt_digests(bytes(room.tokens or b"")[: len(WHOLE) * 4], SIZE)[pages - 1]
         kv.fill([23], [component_digest("state", digest)])
-        room.keep_component_pages("state", 5, [23])
+        room.keep_component_pages("state", pages - 1, [23])
 
     async with pair(tmp_path, writes=True, reads=False, keep=keep) as (peer, worker, _):
         await worker.restore("r1", LONGER)
@@ -106,10 +107,21 @@ async def test_what_prefill_keeps_inside_of_a_prompt_serves_prompts_that_end_the
         # Of the window positions 4 and 5; the page behind them is not full, and the record after it has no place.
         assert peer.statistics()["store_component_pages_written"] == 3
     async with pair(tmp_path, writes=False, reads=True) as (_, worker, asked):
-        ready = await worker.restore("r2", WHOLE)
-        assert ready.sources["l3"] == len(WHOLE)
-        # The window begins at position 3, which was not sent, so all of it is.
+        ready = await worker.restore("r2", WHOLE[: pages * SIZE])
+        assert ready.sources["l3"] == pages * SIZE
+        # Of the window, position 3 was not sent, and none before it, so all of it is.
         assert asked == [{"window": 3, "state": 0}]
+
+
+async def test_windows_that_prefill_keeps_are_stored_whole_however_long_they_are(tmp_path: Path) -> None:
+    def keep(room: Room, _: SyntheticKV) -> None:
+        room.keep_component_pages("window", 0, range(12, 16))
+
+    async with pair(tmp_path, writes=True, reads=False, keep=keep) as (peer, worker, _):
+        await worker.restore("r1", LONGER)
+        await peer.wait_stored()
+        assert peer.statistics()["store_component_pages_written"] == 6
+        assert peer.statistics()["store_component_pages_declined"] == 0
 
 
 async def test_pages_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None:
