@@ -16,7 +16,7 @@ from tidekv.backends.storage.label import set_label
 from tidekv.engine.log import EngineLog
 from tidekv.engine.stored_layouts import RankLayout
 from tidekv.states.errors import InvalidConfig, TidekvError
-from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.states.storage.circuit_breaker import CallKind, CircuitBreaker
 from tidekv.transports.tasks import OwnedTasks, own_cancels_only
 
 P = ParamSpec("P")
@@ -77,9 +77,11 @@ class StorageGuard:
         """Whether the breaker is open: storage must not be used."""
         return self._breaker.is_open
 
-    async def call(self, what: str, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call storage, and note how that ended. None: it raised, and `what` was logged with the error, or the breaker
-        is open, and it was not called.
+    async def call(
+        self, kind: CallKind, what: str, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Call storage, and note how a call of this kind ended. None: it raised, and `what` was logged with the error,
+        or the breaker is open, and it was not called.
         """
         if self.is_open:
             return None
@@ -87,9 +89,9 @@ class StorageGuard:
             result = await own_cancels_only(function(*args, **kwargs), "storage")
         except Exception as error:
             self._log_failure(what, error)
-            self._note(failed=True)
+            self._note(kind, failed=True)
             return None
-        self._note(failed=False)
+        self._note(kind, failed=False)
         return result
 
     def _log_failure(self, what: str, error: BaseException) -> None:
@@ -104,9 +106,10 @@ class StorageGuard:
         self._closing = True
         await self._tasks.close()
 
-    def _note(self, *, failed: bool) -> None:
+    def _note(self, kind: CallKind, *, failed: bool) -> None:
         was_open, limits = self._breaker.is_open, self._limits
         self._breaker.note(
+            kind,
             failed=failed,
             failures_max=limits.failures_max,
             backoff_s=limits.backoff_s,

@@ -74,7 +74,9 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     store_host_share: Share = 0.5
     """Share of the host pool in use up to which writes begin beside others; the rest is for reads."""
     breaker_failures: Count = 8
-    """Consecutive failures of storage after which it is not called until a probe succeeds. 0: never."""
+    """Consecutive failures of queries, fetches or writes after which storage is not called until a probe succeeds.
+    0: never.
+    """
     breaker_backoff_s: Seconds = 1.0
     """Time until the first probe."""
     breaker_backoff_max_s: Seconds = 30.0

@@ -35,6 +35,7 @@ from tidekv.states.components.backups import ComponentWrite
 from tidekv.states.events import PagesStored, PromptHanded
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import Measurement
+from tidekv.states.storage.circuit_breaker import STORE
 from tidekv.states.storage.passing import PassedBatch
 from tidekv.states.storage.taken_prompts import TakenPart
 from tidekv.states.types import PageIds, page_ids
@@ -403,7 +404,7 @@ class Backups:
             return
         self._state.count("backups_late")
         if backup.storing:
-            self.storage.note(failed=True)
+            self.storage.note(STORE, failed=True)
 
     def store_now(self, backup: Backup) -> None:
         """Start a waiting write although fetches are in flight."""

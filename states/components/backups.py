@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyPages, StorePages
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
+from tidekv.states.storage.circuit_breaker import STORE
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class ComponentWrites:
             self._state.run_guarded(partial(self.store_now, write), recover=write.abandon)
             return
         self._state.count("backups_late")
-        self.storage.note(failed=True)
+        self.storage.note(STORE, failed=True)
 
     def ended(self, write: ComponentWrite, written: int) -> None:
         """Count the pages that storage did not have, and release the pin. After a raise, `give_up` ends the write."""

@@ -63,7 +63,7 @@ class ComponentAheadRead:
 
     def late(self) -> None:
         """Give up the read; it continues without its request."""
-        self._storage.call_is_late()
+        self._storage.fetch_is_late()
         # In its own `run_guarded`: the caller repeats a method that raises, which would count the call as late twice.
         self._state.run_guarded(partial(self._lookahead.is_late, self.request, self.read))
 

@@ -65,7 +65,7 @@ class ComponentRead:
 
     def late(self) -> None:
         """Ask prefill for the pages; the read continues without the request."""
-        self._storage.call_is_late()
+        self._storage.fetch_is_late()
         self._rules.is_late(self.component_pages, self.fetch)
 
     def abandon(self) -> None:

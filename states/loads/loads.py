@@ -89,7 +89,7 @@ class LoadFetch:
         if self._loads.is_only_overdue(self.load):
             self._loads.divide_overdue(self.load)
             return
-        self._calls.call_is_late()
+        self._calls.fetch_is_late()
         self._calls.note_throughput(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
         self._loads.fetch_is_late(self.load)
 

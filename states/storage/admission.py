@@ -1,7 +1,8 @@
 """Admission of storage calls: whether storage is called, for how many pages, and what the calls teach.
 
-The circuit breaker (`tidekv.states.storage.circuit_breaker`) counts consecutive failures and late calls. While it is
-open, storage is not called and requests continue without it. Its back-off and its probes are operations of the core:
+The circuit breaker (`tidekv.states.storage.circuit_breaker`) counts consecutive failures and late calls, by kind. While
+it is open, storage is not called and requests continue without it. Its back-off and its probes are operations of the
+core:
 
     closed ──consecutive failures──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
                                           ▲                                 │ with an error
@@ -11,13 +12,13 @@ open, storage is not called and requests continue without it. Its back-off and i
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tidekv.states.commands import FetchPages, ProbeStorage
 from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.answer_time import WAIT_MAX_S, AnswerTime
-from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.states.storage.circuit_breaker import FETCH, QUERY, STORE, CircuitBreaker
 from tidekv.states.storage.fetch_source import FetchSource, LateFetch
 from tidekv.states.storage.source_split import gain_s
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged, StoredComponent
     from tidekv.states.prefix.node import Node
     from tidekv.states.records.request import Request
+    from tidekv.states.storage.circuit_breaker import CallKind
     from tidekv.states.storage.source_split import SourceLoad
     from tidekv.states.types import PageIds
 
 
+KINDS: Final[dict[type, CallKind]] = {StorageAnswered: QUERY, PagesFetched: FETCH, PagesStored: STORE}
+"""The kind of call of which an event is the outcome."""
 LATE = "late"
 """Error of an answer that did not come within the deadline of its query."""
 
@@ -96,7 +100,7 @@ class StorageQuery:
             return
         state.count("l3_queries_late")
         self._storage.queries_left.discard(self)
-        self._storage.call_is_late()
+        state.run_guarded(partial(self._storage.note, QUERY, failed=True))
         self._note_answer(0)
         state.end_operation(self.op)
         self._deliver(LATE)
@@ -160,7 +164,7 @@ class Measurement(LateFetch):
     def late(self) -> None:
         """Note that storage takes at least this long: plans wait for a measurement."""
         self._is_late = True
-        self._storage.call_is_late()
+        self._storage.fetch_is_late()
         self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
 
 
@@ -423,11 +427,12 @@ class StorageAdmission(FetchSource):
     def call_ended(self, event: Outcome) -> None:
         """Count the outcome of a call in the breaker. A call that could not be started is no evidence about storage."""
         if isinstance(event, StorageAnswered | PagesFetched | PagesStored):
-            self._state.run_guarded(partial(self.note, failed=bool(event.error)))
+            kind = KINDS[type(event)]
+            self._state.run_guarded(partial(self.note, kind, failed=bool(event.error)))
 
-    def call_is_late(self) -> None:
-        """Count a late call as a failure."""
-        self._state.run_guarded(partial(self.note, failed=True))
+    def fetch_is_late(self) -> None:
+        """Count a late fetch as a failure."""
+        self._state.run_guarded(partial(self.note, FETCH, failed=True))
 
     def fetch_ended(self, event: Outcome) -> int:
         """Count the outcome of a fetch; returns how many of its pages are valid, from the first on."""
@@ -442,11 +447,12 @@ class StorageAdmission(FetchSource):
         self._stored_since += max(event.written, 0)
         return event.stored
 
-    def note(self, *, failed: bool) -> None:
+    def note(self, kind: CallKind, *, failed: bool) -> None:
         """Count a call that has ended or is late, and start the back-off if the breaker opens."""
         settings = self._state.settings
         limit = settings.breaker_failures if self._state.storage_available else 0
         self._breaker.note(
+            kind,
             failed=failed,
             failures_max=limit,
             backoff_s=settings.breaker_backoff_s,

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyPages, StorePages
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
+from tidekv.states.storage.circuit_breaker import STORE
 from tidekv.states.types import FULL, PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ class Passages:
         """Count a late copy or put."""
         self._state.count("backups_late")
         if not batch.is_copying:
-            self._storage.note(failed=True)
+            self._storage.note(STORE, failed=True)
 
     def give_up(self, passage: Passage) -> None:
         """Begin no further copy. Can be called again after an exception."""

@@ -66,7 +66,7 @@ class PeerCalls:
         self._peers = peers
         self.address = address
 
-    def call_is_late(self) -> None:
+    def fetch_is_late(self) -> None:
         """Pause a late peer."""
         self._peers.note(self.address, failed=True)
 

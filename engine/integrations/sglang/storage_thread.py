@@ -22,6 +22,7 @@ from tidekv.engine.log import engine_log
 from tidekv.engine.shared_storage import StorageGuard, open_pages
 from tidekv.engine.stored_layouts import RankLayout
 from tidekv.engine.thread.loop_thread import CLOSE_S, LoopThread
+from tidekv.states.storage.circuit_breaker import FETCH, QUERY, STORE
 from tidekv.states.types import page_ids
 
 LOG = engine_log("tidekv.sglang")
@@ -107,7 +108,7 @@ class StorageThread:
                 above = prefix_of(self._storage, [*prefix_keys, *keys[:first]])
                 what, get_into = "storage read failed, which counts as a miss", self._storage.get_into
                 found = self._loop.call(
-                    self._guard.call(what, get_into, batch, pages, timeout_s=self._timeout_s, **above)
+                    self._guard.call(FETCH, what, get_into, batch, pages, timeout_s=self._timeout_s, **above)
                 )
                 if found is None:
                     break
@@ -138,7 +139,7 @@ class StorageThread:
                 pages = page_ids(range(self._batch, self._batch + len(batch)))
                 given: dict[str, Any] = {"timeout_s": self._timeout_s, "prefix_keys": [*prefix_keys, *keys[:first]]}
                 put = self._loop.call(
-                    self._guard.call("storage write failed", put_prefix, self._storage, batch, pages, **given)
+                    self._guard.call(STORE, "storage write failed", put_prefix, self._storage, batch, pages, **given)
                 )
                 if put is None:
                     break
@@ -169,7 +170,7 @@ class StorageThread:
     async def _touch(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Note that pages are in use; returns which are there, None after a failure."""
         what = "storage look-up failed, which counts as a miss"
-        return await self._guard.call(what, touch, self._storage, keys, timeout_s=self._timeout_s)
+        return await self._guard.call(QUERY, what, touch, self._storage, keys, timeout_s=self._timeout_s)
 
     async def _close(self) -> None:
         await self._guard.close()

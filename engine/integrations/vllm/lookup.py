@@ -22,6 +22,7 @@ from tidekv.engine.log import engine_log
 from tidekv.engine.shared_storage import StorageGuard, open_pages
 from tidekv.engine.stored_layouts import RankLayout
 from tidekv.engine.thread.loop_thread import LoopThread
+from tidekv.states.storage.circuit_breaker import QUERY
 from tidekv.transports.tasks import own_cancels_only
 
 LOG = engine_log("tidekv.vllm")
@@ -78,7 +79,7 @@ class PrefixLookup:
         assert task is not None, "it runs in a task"
         self._asking.add(task)
         try:
-            flags = await self._guard.call("storage look-up failed, which counts as a miss", self._touch, keys)
+            flags = await self._guard.call(QUERY, "storage look-up failed, which counts as a miss", self._touch, keys)
         finally:
             self._asking.discard(task)
         return 0 if flags is None else min(map(leading, flags))

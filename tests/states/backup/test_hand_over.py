@@ -96,7 +96,7 @@ def test_what_only_the_device_has_is_handed_by_way_of_the_host_hottest_first() -
 def test_neither_storage_nor_its_policy_matters() -> None:
     rig = Rig(write_tokens_min=1000, write="selective", write_hits_min=9, breaker_failures=1)
     rig.make_cached("a", b"abcd")
-    rig.core.storage.note(failed=True)
+    rig.core.storage.note("store", failed=True)
     hand(rig)
     Successor(rig).run()
     assert report(rig) == (4, 0, 0, 0, "")

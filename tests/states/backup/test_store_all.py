@@ -148,7 +148,7 @@ def test_a_storage_that_hangs_ends_the_run_at_its_limit() -> None:
 def test_an_open_breaker_is_waited_for_within_the_limit() -> None:
     rig = back_rig(store_wait_s=0.0, breaker_failures=1, breaker_backoff_s=1.0)
     turn(rig, "a", b"abcd")
-    rig.core.storage.note(failed=True)
+    rig.core.storage.note("store", failed=True)
     rig.step(events.ClockAdvanced)
     store(rig, within_s=3.0)
     rig.nothing_else()
@@ -160,7 +160,7 @@ def test_an_open_breaker_is_waited_for_within_the_limit() -> None:
 def test_an_open_breaker_does_not_delay_the_end() -> None:
     rig = back_rig(store_wait_s=0.0, breaker_failures=1, breaker_backoff_s=60.0)
     turn(rig, "a", b"abcd")
-    rig.core.storage.note(failed=True)
+    rig.core.storage.note("store", failed=True)
     store(rig, within_s=3.0)
     rig.wait_until(3.0)
     assert report(rig) == (0, 0, 4, 0)

@@ -261,6 +261,30 @@ def test_the_breaker_opens_after_failures_in_a_row_and_closes_by_a_probe() -> No
     assert rig.core.storage.is_usable
 
 
+def test_storage_that_answers_queries_and_never_delivers_is_left_alone() -> None:
+    rig = stored_rig(
+        breaker_failures=2, breaker_backoff_s=1.0, breaker_backoff_max_s=8.0, prefetch_base_s=1.0,
+        growth_reserve_pages=0, device_pages=128,
+    )  # fmt: skip
+    fetched_at_s, begun_s = list[float](), rig.now_s
+    for number in range(48):
+        # A prompt each half second, of which storage says that it has the first page.
+        rig.arrive(f"q{number}", b"%cy" % number)
+        for query in rig.take_all(commands.QueryStorage):
+            rig.answer(query, 1)
+        for fetch in rig.take_all(commands.FetchPages):
+            fetched_at_s.append(rig.now_s - begun_s)
+            rig.step(events.PagesFetched, op=fetch.op, valid=0, error="the node is gone")
+        rig.serve(rig.take(commands.SendPromise))
+        rig.abort(f"q{number}")
+        rig.wait_until(rig.now_s + 0.5)
+        for probe in rig.take_all(commands.ProbeStorage):
+            rig.step(events.StorageProbed, op=probe.op)
+    assert rig.core.statistics()["l3_queries_failed"] == 0
+    assert fetched_at_s == pytest.approx([0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 23.5])
+    rig.core.check()
+
+
 def test_lates_count_as_failures_and_a_new_storage_is_trusted() -> None:
     rig = stored_rig(breaker_failures=2, query_deadline_s=0.5, prefetch_base_s=1.0, growth_reserve_pages=0)
     rig.arrive("a", b"xy")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.asking import ask
 from tidekv.states import commands, events
-from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.states.storage.circuit_breaker import FETCH, QUERY, STORE, CallKind, CircuitBreaker
 from tidekv.states.storage.fetch_source import ESTIMATE_FRESH_S, ThroughputEstimator
 from tidekv.states.storage_policy import changed_policy, policy_of
 
@@ -206,21 +206,25 @@ def test_puts_wait_while_fetches_take_long() -> None:
 def test_a_breaker_opens_at_the_limit_and_doubles_its_back_off() -> None:
     breaker = CircuitBreaker()
     for failed in (True, True, False, True, True):
-        breaker.note(failed=failed, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
+        breaker.note(FETCH, failed=failed, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
     assert not breaker.is_open
-    breaker.note(failed=True, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
+    breaker.note(FETCH, failed=True, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
     assert breaker.backoff_s == 1.0
     # What was under way does not open it again, nor close it.
-    breaker.note(failed=True, failures_max=3, backoff_s=5.0, backoff_max_s=9.0)
-    breaker.note(failed=False, failures_max=3, backoff_s=5.0, backoff_max_s=9.0)
+    breaker.note(FETCH, failed=True, failures_max=3, backoff_s=5.0, backoff_max_s=9.0)
+    breaker.note(FETCH, failed=False, failures_max=3, backoff_s=5.0, backoff_max_s=9.0)
     assert breaker.backoff_s == 1.0
     for backoff_s in (2.0, 3.0, 3.0):
         breaker.probed(failed=True, backoff_max_s=3.0)
         assert breaker.backoff_s == backoff_s
+    # A probe is no fetch: the next one that fails opens it again.
     breaker.probed(failed=False, backoff_max_s=3.0)
     assert not breaker.is_open
-    for _ in range(2):
-        breaker.note(failed=True, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
+    breaker.note(FETCH, failed=True, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
+    assert breaker.backoff_s == 3.0
+    breaker.probed(failed=False, backoff_max_s=3.0)
+    for failed in (False, True, True):
+        breaker.note(FETCH, failed=failed, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
     assert not breaker.is_open
 
 
@@ -228,24 +232,54 @@ def test_a_probe_closes_a_breaker_and_only_a_call_that_succeeds_forgets_its_back
     breaker = CircuitBreaker()
     for backoff_s in (1.0, 2.0, 3.0, 3.0):
         # The service answers probes and fails calls.
-        breaker.note(failed=True, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+        breaker.note(FETCH, failed=True, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
         assert breaker.backoff_s == backoff_s
         # A call that began before does not count.
-        breaker.note(failed=False, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+        breaker.note(FETCH, failed=False, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
         breaker.probed(failed=False, backoff_max_s=3.0)
         assert not breaker.is_open
     for failed in (False, True):
-        breaker.note(failed=failed, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+        breaker.note(FETCH, failed=failed, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
     assert breaker.backoff_s == 1.0
     breaker.probed(failed=True, backoff_max_s=3.0)
     breaker.forget()
     assert not breaker.is_open
-    breaker.note(failed=True, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+    breaker.note(FETCH, failed=True, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
     assert breaker.backoff_s == 1.0
+
+
+@pytest.mark.parametrize(("failing", "works"), [(FETCH, QUERY), (FETCH, STORE), (STORE, QUERY), (QUERY, STORE)])
+def test_a_call_that_succeeds_says_nothing_of_those_of_another_kind(failing: CallKind, works: CallKind) -> None:
+    breaker = CircuitBreaker()
+
+    def note(kind: CallKind, *, failed: bool) -> None:
+        breaker.note(kind, failed=failed, failures_max=2, backoff_s=1.0, backoff_max_s=3.0)
+
+    for _ in range(2):
+        note(works, failed=False)
+        note(failing, failed=True)
+    # Once that was learned, each further failure suffices.
+    for backoff_s in (1.0, 2.0, 3.0, 3.0):
+        assert breaker.backoff_s == backoff_s
+        breaker.probed(failed=False, backoff_max_s=3.0)
+        note(works, failed=False)
+        assert not breaker.is_open
+        note(failing, failed=True)
+    breaker.probed(failed=False, backoff_max_s=3.0)
+    note(failing, failed=False)
+    note(failing, failed=True)
+    assert not breaker.is_open
+
+
+def test_storage_that_delivers_pages_is_called_although_it_takes_none() -> None:
+    breaker = CircuitBreaker()
+    for kind, failed in ((STORE, True), (FETCH, False), (STORE, True)):
+        breaker.note(kind, failed=failed, failures_max=2, backoff_s=1.0, backoff_max_s=3.0)
+    assert not breaker.is_open
 
 
 def test_a_breaker_without_a_limit_never_opens() -> None:
     breaker = CircuitBreaker()
     for _ in range(100):
-        breaker.note(failed=True, failures_max=0, backoff_s=1.0, backoff_max_s=3.0)
+        breaker.note(FETCH, failed=True, failures_max=0, backoff_s=1.0, backoff_max_s=3.0)
     assert not breaker.is_open
