@@ -231,7 +231,7 @@ class PeerCache:
         if why := self._refusal(theirs.shares_at):
             return wire.PromptTaken(number=offer.number, cause=why, refuses=True)
         if not is_namespace(offer.namespace):
-            # What listeners of KV events are told is made of its parts.
+            # KV events are made of its parts.
             return wire.PromptTaken(number=offer.number, cause="its namespace is not known here")
         keys = self._page_keys.of(offer.tokens)
         try:

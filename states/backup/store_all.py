@@ -156,8 +156,10 @@ class StoreAll:
         self._pages_there = 0
         """Pages of which it became known so far that the worker of a run has them."""
         self.run: StoreRun | None = None
-        self._last: StoreRun | None = None
-        """The last run to another worker, which the next one may go on with."""
+        self._to = ""
+        """The worker that the last run handed the cache to. The next run may go on with that; empty: it stored."""
+        self._there: dict[Node, None] = {}
+        """Nodes whose pages that worker has."""
         state.index.tree.on_split.append(self._has_split)
 
     @property
@@ -171,8 +173,8 @@ class StoreAll:
             self.report(self.run)
         state = self._state
         run = StoreRun(self, event, at_s=state.now_s, begun=dict(state.counters), marked=self._pages_marked(event.to))
-        if event.goes_on and self._last is not None and self._last.to == event.to:
-            run.there = self._last.there
+        if event.goes_on and self._to == event.to:
+            run.there = self._there
         if event.within_s <= 0:
             self._emit_report(run)
             return
@@ -183,7 +185,7 @@ class StoreAll:
             self._state.storing_began()
             undo.keep()
         self.run = run
-        self._last = run if run.to else None
+        self._to, self._there = run.to, run.there
 
     def look(self) -> None:
         """Start what may be written now; end the run if nothing is left. Safe to call again after a raise."""
@@ -255,8 +257,9 @@ class StoreAll:
         return node in run.there if run.to else self._state.index.tree.is_stored(node)
 
     def _has_split(self, upper: Node, lower: Node) -> None:
-        if self.run is not None and lower in self.run.there:
-            self.run.there[upper] = None
+        # Between two runs as well: the second one would offer the upper part once more.
+        if lower in self._there:
+            self._there[upper] = None
 
     def _pages_marked(self, to: str) -> int:
         """Pages of which it became known so far that storage has them, or the worker of a run, each time that it was
