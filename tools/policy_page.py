@@ -22,8 +22,9 @@ prefill; `l3_declined_pages` counts them.
 
 **Writing.** `through` is the safest. `selective` saves writes if most prompts are seen once. `back` writes least; pages
 that were not yet written are lost when the process ends. `l1_pages_dropped` and `l2_pages_dropped` count pages that
-were evicted without another copy. `PrefillPeer(storage=…)` writes `through`, by way of host memory of its own, which keeps the
-newest prompts; longer ones pass through it. Its `store_pages_written`, `store_pages_declined` and `store_pages_lost` count pages.
+were evicted without another copy. `PrefillPeer(storage=…)` writes `through`, by way of host memory of its own, which
+keeps the newest prompts; longer ones pass through it. Its `store_pages_written`, `store_pages_declined` and
+`store_pages_lost` count pages.
 
 **What storage has.** Storage does not see hits on the device or the host, so pages in use are named to it again after
 `renew_s`. `pages_stored_again` counts pages that it had lost. `s3:` and `mooncake:` know the use of their own process
