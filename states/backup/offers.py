@@ -51,6 +51,7 @@ class Offer:
         "device_pages",
         "event",
         "follows",
+        "has_joined",
         "host_pages",
         "is_copying",
         "op",
@@ -84,6 +85,8 @@ class Offer:
         """Number of its pages that are, or will be, in host memory without it."""
         self.copied = 0
         """Number of its pages that have joined the tree."""
+        self.has_joined = False
+        """Whether its host pages were offered to the tree."""
 
     @property
     def reads(self) -> bool:
@@ -256,15 +259,21 @@ class Offers:
         """Join the tree, continue the offers that follow, and report. Can be called again after an exception."""
         state, width = self._state, self._state.settings.key_bytes
         leaf = None if offer.pin is None else offer.pin.node
-        if offer.host_pages and leaf is not None:
+        if leaf is not None and offer.host_pages and not offer.has_joined:
             count = len(offer.host_pages)
             keys = offer.event.keys[offer.base * width : (offer.base + count) * width]
             # Pages that another offer or a fetch has brought meanwhile come back: they are in the tree already.
+            # If giving them back raises, the next call must not let them join once more.
             leaf, offer.host_pages = state.index.insert_host(leaf, keys, offer.host_pages)
+            offer.has_joined = True
             offer.copied = count - len(offer.host_pages)
             offer.present += len(offer.host_pages)
             state.count("pages_backed_up", offer.copied)
-        elif offer.host_pages and self._passages.take_over(offer.event, offer.base, offer.host_pages):
+        elif (
+            offer.host_pages
+            and not offer.has_joined
+            and self._passages.take_over(offer.event, offer.base, offer.host_pages)
+        ):
             offer.taken_over, offer.host_pages = len(offer.host_pages), page_ids()
         self._give_up_host_pages(offer)
         joins = leaf is not None and offer.components is not None and offer.components.has_pages

@@ -24,3 +24,9 @@ def test_a_report_that_crosses_an_early_callers_abort_is_given_to_nobody() -> No
 def test_a_request_that_waits_for_lent_pages_ends_before_its_rank_forms_a_group_again() -> None:
     """A rank had died, and the others had nothing in flight but a request that their host engines had no pages for."""
     simulate(410004, 200, ranks=3, always_components=True, lends=True)
+
+
+def test_an_offer_counts_a_page_that_is_there_already_once_if_giving_it_back_raises() -> None:
+    """Another offer had brought the page, and the end of this one was called again after the raise."""
+    without = ("component_copy_fails", "share_fails")
+    simulate(820021, 333, always_components=True, lends=True, neighbours=True, without=without)
