@@ -23,12 +23,13 @@ from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine import shared_storage
+from tidekv.engine.integrations.vllm import storage_role
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
 from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
 from tidekv.engine.integrations.vllm.storage_role import WorkerEngine
 from tidekv.engine.shared_storage import BreakerLimits
-from tidekv.states.errors import EngineClosed, InvalidConfig, StorageFailed
+from tidekv.states.errors import EngineClosed, InvalidConfig, StorageFailed, TidekvError
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 4, 4, 40
 LAYOUT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)
@@ -233,6 +234,22 @@ def test_blocks_of_a_preempted_request_are_released_once_they_were_read(worker: 
     reader.load(3)
     reader.settled()
     assert all(torch.equal(reader.block(20 + number), page) for number, page in enumerate(saved))
+
+
+def test_a_copy_of_a_preempted_request_that_does_not_end_is_not_waited_for_without_end(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = worker(seed=1)
+    gate, begun = threading.Event(), threading.Event()
+    held_copies(writer, gate, begun)
+    writer.save(3)
+    assert begun.wait(LIMIT_S)
+    monkeypatch.setattr(storage_role, "RELEASE_S", 0.05)
+    with pytest.raises(TidekvError, match="preempted request 's'"):
+        writer.engine.release("s")
+    assert not gate.is_set()
+    gate.set()
+    assert writer.settled() == {"offer_pages_written": 3}
 
 
 def test_a_finished_request_is_reported_once_its_blocks_were_read(worker: Callable[..., Worker]) -> None:

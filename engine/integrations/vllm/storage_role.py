@@ -4,11 +4,13 @@
     save   a step fills pages ──▶ EngineThread: L2, storage                   read before vLLM uses the blocks again
 
 It is a decode engine in vLLM's blocks without a prefill. vLLM's thread calls everything here once a step and waits for
-nothing but copies of preempted requests. No failure fails a request: vLLM recomputes what is not loaded.
+nothing but copies of preempted requests, for a bounded time. No failure fails a request: vLLM recomputes what is not
+loaded.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
@@ -31,6 +33,8 @@ from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 
 LOG = engine_log("tidekv.vllm")
 POLL_S = 1.0
+RELEASE_S = 60.0
+"""Maximum time that vLLM waits for copies of a preempted request, twice that after which the engine calls them late."""
 
 
 class WorkerEngine:
@@ -131,10 +135,20 @@ class WorkerEngine:
         self._tokens.pop(request_id, None)
 
     def release(self, request_id: str) -> None:
-        """Wait until no save reads the blocks of a preempted request: they are used again in this step."""
+        """Wait until no save reads the blocks of a preempted request: they are used again in this step.
+
+        Raises TidekvError after `RELEASE_S`, which ends vLLM's engine: if it went on, KV of another prompt would be
+        stored under the keys of this one.
+        """
         self._tokens.pop(request_id, None)
+        until_s = time.monotonic() + RELEASE_S
         while self._reading[request_id]:
-            self._poll(POLL_S)
+            if time.monotonic() > until_s:
+                raise TidekvError(
+                    f"copies of the preempted request {request_id!r} to host memory did not end within {RELEASE_S:g} s,"
+                    " and vLLM is about to overwrite the blocks that they read; see the log for late copies"
+                )
+            self._poll(min(POLL_S, RELEASE_S))
         self._reading.pop(request_id, None)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
