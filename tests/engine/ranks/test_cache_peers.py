@@ -130,6 +130,22 @@ def hold(network: LoopbackNetwork, member) -> Gate:  # type: ignore[no-untyped-d
     return gate
 
 
+async def held_drain(network: LoopbackNetwork, old: Worker, new: Worker) -> tuple[Gate, asyncio.Future[DrainOutcome]]:
+    """Drain a worker of two ranks to another one, and hold the writes of its second rank."""
+    gate = hold(network, old.members[1])
+    draining = asyncio.ensure_future(old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S))
+    async with expected("a write to the successor"):
+        await gate.reached.wait()
+    return gate, draining
+
+
+def lose_first_rank(member) -> None:  # type: ignore[no-untyped-def]
+    """Close a rank's channel to the first rank of its group."""
+    ranks = runtime_of(member.engine).ranks
+    assert ranks is not None
+    ranks._channel._peers[0].close()
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 async def test_each_rank_reads_from_the_rank_at_its_place(world, workers, ranks: int) -> None:
     async with workers(ranks, ranks) as (first, second):
@@ -303,9 +319,7 @@ async def test_a_peer_that_has_lost_a_rank_refuses_and_serves_once_it_is_whole(
         async with expected("a write of the peer"):
             await gate.reached.wait()
         # Its ranks lose each other: what they write they finish, and then they form a new group.
-        ranks = runtime_of(first.members[1].engine).ranks
-        assert ranks is not None
-        ranks._channel._peers[0].close()
+        lose_first_rank(first.members[1])
         await until(lambda: all(runtime_of(member.engine).ranks.lost is not None for member in first.members))  # type: ignore[union-attr]
         refused = asyncio.ensure_future(second.serve(list(range(700, 742)), first.address))
         assert await refused == FROM_PREFILL
@@ -391,13 +405,8 @@ async def test_a_successor_that_loses_a_rank_costs_an_answer_and_takes_once_it_i
 ) -> None:
     async with workers(2, 2, options=sharing(allow=("peers-0:*",))) as (old, new):
         await old.warm(world.PROMPT)
-        gate = hold(network, old.members[1])
-        draining = asyncio.ensure_future(old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S))
-        async with expected("a write to the successor"):
-            await gate.reached.wait()
-        ranks = runtime_of(new.members[1].engine).ranks
-        assert ranks is not None
-        ranks._channel._peers[0].close()
+        gate, draining = await held_drain(network, old, new)
+        lose_first_rank(new.members[1])
         outcome = await draining
         assert drained(outcome) == (0, 0, 10, 10) and outcome.cause == "it has lost a rank"
         gate.opened.set()
@@ -410,13 +419,8 @@ async def test_a_worker_that_loses_a_rank_as_it_drains_says_so_and_gives_all_pag
 ) -> None:
     async with workers(2, 2, options=sharing(allow=("peers-0:*",))) as (old, new):
         await old.warm(world.PROMPT)
-        gate = hold(network, old.members[1])
-        draining = asyncio.ensure_future(old.members[0].engine.drain(to=new.address, hand_s=LIMIT_S))
-        async with expected("a write to the successor"):
-            await gate.reached.wait()
-        ranks = runtime_of(old.members[1].engine).ranks
-        assert ranks is not None
-        ranks._channel._peers[0].close()
+        gate, draining = await held_drain(network, old, new)
+        lose_first_rank(old.members[1])
         with pytest.raises(RankLost):
             await draining
         gate.opened.set()
