@@ -67,7 +67,6 @@ class StorageGuard:
         """The caller owns the engines; the sequence is read at each probe, so engines added later are probed too."""
         self._storages = storages
         self._log = log
-        self._limits = DEFAULT_LIMITS
         self._breaker = CircuitBreaker()
         self._tasks = OwnedTasks("storage guard")
         self._closing = False
@@ -107,7 +106,7 @@ class StorageGuard:
         await self._tasks.close()
 
     def _note(self, kind: CallKind, *, failed: bool) -> None:
-        was_open, limits = self._breaker.is_open, self._limits
+        was_open, limits = self._breaker.is_open, DEFAULT_LIMITS
         self._breaker.note(
             kind,
             failed=failed,
@@ -131,4 +130,4 @@ class StorageGuard:
                 # Of every kind: without another probe, storage would never be used again.
                 failed = True
                 self._log_failure("storage still fails", error)
-            self._breaker.probed(failed=failed, backoff_max_s=self._limits.backoff_max_s)
+            self._breaker.probed(failed=failed, backoff_max_s=DEFAULT_LIMITS.backoff_max_s)

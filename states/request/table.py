@@ -81,9 +81,8 @@ A request that returns to the queue holds nothing.
 With lent pages (`tidekv.states.request.lending`) the device pages are the caller's. A request is admitted at once, owns
 its lent pages instead of pages of the pool, a reserve and a path in the tree, and ends with READY. A passed deadline,
 and a lost room after the last attempt, are no failures: READY then returns the pages that are in place. A request that
-names no prefill ends so when its loads have ended, or plans once more if host memory had no room for all of them
-(`guards_and_actions`). The outcome, failure included, is reported when nothing writes to the pages any
-more.
+names no prefill ends so when its loads have ended, or plans once more if host memory had no room for all of them. The
+outcome, failure included, is reported when nothing writes to the pages any more.
 
 The core fires three internal events at a request after every change that may let it move on, in this order, if the
 table has a row for them in its state: `StorageDue`, `PlanDue`, `Progressed`. Guards prevent repeated work.
