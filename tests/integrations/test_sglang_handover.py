@@ -39,7 +39,8 @@ from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings, read_settings
 from tidekv.engine.integrations.sglang.handover.tree import KeptTree
 from tidekv.engine.kv_events.messages import hash_of
-from tidekv.states.errors import InvalidConfig
+from tidekv.engine.thread import prefill_thread
+from tidekv.states.errors import InvalidConfig, TidekvError
 
 pytestmark = pytest.mark.nixl
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -144,6 +145,30 @@ def test_pages_of_an_aborted_request_are_held_until_nothing_writes_to_them(serve
     sent = servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
     sent.disagg_kv_sender.abort()
     assert sent.disagg_kv_sender.poll() == KVPoll.Failed
+
+
+def test_pages_of_a_hand_over_that_cannot_be_stopped_are_not_used_again(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req = request(PROMPT, 5)
+    assert servers.prefill.create_sender(req, 2)
+    end = servers.prefill.kv_manager.prefill
+    turn, held = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        held.set()
+        turn.wait(LIMIT_S)
+
+    end._thread._started().start(hold())
+    assert held.wait(LIMIT_S)
+    monkeypatch.setattr(prefill_thread, "STOP_S", 0.05)
+    try:
+        with pytest.raises(TidekvError, match="did not withdraw"):
+            req.disagg_kv_sender.abort()
+    finally:
+        turn.set()
+    req.disagg_kv_sender.abort()
+    assert req.disagg_kv_sender.poll() == KVPoll.Failed
 
 
 def test_a_request_that_prefill_gives_up_fails_at_decode_with_the_reason(servers: Servers) -> None:
