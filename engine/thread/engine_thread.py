@@ -452,7 +452,8 @@ class EngineThread:
     def flush(
         self, tiers: tuple[str, ...] = ("l1", "l2"), *, namespace: str | None = None
     ) -> dict[str, dict[str, int]]:
-        """See `DecodeEngine.flush`; waits for it."""
+        """See `DecodeEngine.flush`; waits for it, and for all earlier calls to reach the engine."""
+        self._pass_gate()
         return self.call(lambda engine: engine.flush(tiers, namespace=namespace))
 
     def drain(
@@ -465,8 +466,7 @@ class EngineThread:
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
         checked(store_s, SecondsOrZero, "store_s")
         # Refused before it has an effect: without a running thread, and on the engine's own, which cannot wait.
-        self._loop.check()
-        self._loop.check_elsewhere()
+        self._pass_gate()
         was_draining, self._is_draining = self._is_draining, True
         try:
             outcome: DrainOutcome = self.call(
@@ -478,7 +478,8 @@ class EngineThread:
         return outcome
 
     def wait_settled(self) -> None:
-        """See `DecodeEngine.wait_settled`; waits for it."""
+        """See `DecodeEngine.wait_settled`; waits for it, and for all earlier calls to reach the engine."""
+        self._pass_gate()
         self.call(lambda engine: engine.wait_settled())
 
     def statistics(self) -> dict[str, object]:
@@ -512,6 +513,13 @@ class EngineThread:
         full_pages = self._page_keys.count((len(ready.packed_tokens) + len(packed)) // TOKEN_BYTES, kept)
         left = component_pages_left(ready.request_id, ready.component_pages, component_pages, full_pages=full_pages)
         return packed, {part.component: (part.first, part.pages) for part in left}
+
+    def _pass_gate(self) -> None:
+        """Wait until the engine has all earlier calls, those too that wait for the device."""
+        self._loop.check()
+        self._loop.check_elsewhere()
+        if self._gate is not None:
+            self._gate.wait_passed()
 
     def _begin_behind_streams(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
         """As `_begin`, once the device has done what the host engine has enqueued by now."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,7 +26,9 @@ from tidekv.backends.completions import as_error
 from tidekv.backends.copies.streams import InlineStreams, Mark, Stream, Streams, streams_of
 
 CLOSE_S: Final = 60.0
-"""Maximum seconds that the end of a gate waits for the device; a device that hangs longer keeps its thread."""
+"""Maximum seconds that the end of a gate, and `wait_passed`, wait for the device; one that hangs longer keeps the
+gate's thread.
+"""
 
 Go = Callable[[Exception | None], None]
 """Goes on with a call; with the error if the device has failed. Called on the gate's thread, must not block or raise.
@@ -78,6 +81,14 @@ class StreamGate:
     def behind_calls(self, go: Go) -> None:
         """Pass a call on behind all earlier calls."""
         self._calls.put(_Call([], go))
+
+    def wait_passed(self) -> None:
+        """Block until all earlier calls have been passed on, or the gate has ended; at most CLOSE_S."""
+        passed = threading.Event()
+        self.behind_calls(lambda _: passed.set())
+        until_s = time.monotonic() + CLOSE_S
+        while not passed.wait(0.1) and self._thread.is_alive() and time.monotonic() < until_s:
+            pass
 
     def close(self) -> None:
         """Pass on what was put in, and end the thread. Returns after CLOSE_S even if the device hangs."""

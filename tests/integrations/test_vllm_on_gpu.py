@@ -182,20 +182,25 @@ def test_an_aborted_restore_gives_its_blocks_back_and_writes_no_more(start: Star
     assert all((cache[OTHERS] == 7.0).all() for cache in decode.caches)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_storage_role_saves_and_loads_kv_in_gpu_memory(connector: ModuleType, tmp_path: Path) -> None:
-    vllm = Vllm(connector, f"file:{tmp_path}?capacity=1GB", device="cuda")
+def test_the_storage_role_saves_and_loads_kv_behind_the_model(
+    connector: ModuleType, device: Any, tmp_path: Path
+) -> None:
+    vllm = Vllm(connector, f"file:{tmp_path}?capacity=1GB", device=device.name)
+
+    def wipe() -> None:
+        for cache in vllm.caches.values():
+            cache.zero_()
+
     try:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it.
-        with torch.cuda.stream(stream):
-            saved = [vllm.page(block) for block in PLACES[:4]]
-            assert vllm.serve(PROMPT, PLACES) == 0
-            torch.cuda._sleep(STEP_CYCLES)  # type: ignore[no-untyped-call]  # As above.
-            for cache in vllm.caches.values():
-                cache.zero_()
-            # What the stream has still to do with these blocks comes before the load.
-            assert vllm.serve(PROMPT, OTHERS) == 4 * BLOCK
-            assert [vllm.page(block) for block in OTHERS[:4]] == saved
+        saved = [vllm.page(block) for block in PLACES[:4]]
+        # What the stream has still to write is saved, and what it has still to do with blocks comes before the load.
+        content = {name: cache.clone() for name, cache in vllm.caches.items()}
+        wipe()
+        device.enqueue(lambda: [cache.copy_(content[name]) for name, cache in vllm.caches.items()])
+        assert vllm.serve(PROMPT, PLACES) == 0
+        device.enqueue(wipe)
+        assert vllm.serve(PROMPT, OTHERS) == 4 * BLOCK
+        device.settle()
+        assert [vllm.page(block) for block in OTHERS[:4]] == saved
     finally:
         vllm.close()

@@ -445,7 +445,7 @@ class Vllm:
 
 def settle(worker: Any) -> None:
     """Wait until the engine of a worker of the storage role has nothing on its way."""
-    worker.engine.call(lambda engine: engine._runtime.wait_settled())
+    worker.engine.wait_settled()
 
 
 def request_of(tokens: Sequence[int]) -> Any:

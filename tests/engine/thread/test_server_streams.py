@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -113,6 +114,25 @@ def test_an_offer_reads_what_the_stream_has_still_to_write(device: Device, runni
         restored = rig.outcome()
         assert isinstance(restored, RestoredInto) and restored.restored.sources["l2"] == 20
         assert SyntheticKV(rig.device).verify([50, 51, 52, 53, 54, 55], digests()) == []
+
+
+@pytest.mark.parametrize("name", ["wait_settled", "flush", "drain"])
+def test_calls_that_wait_for_the_engine_wait_for_what_the_device_holds_back(device: Device, running, name: str) -> None:
+    """An offer that the engine does not have yet is settled, and neither survives a flush nor is left by a drain."""
+    with running(device="lent") as rig, ThreadPoolExecutor(1) as elsewhere:
+        held = device.hold()
+        rig.thread.offer(PROMPT, PAGES)
+        ended = elsewhere.submit(getattr(rig.thread, name))
+        try:
+            with pytest.raises(TimeoutError):
+                ended.result(LOOK_S)
+        finally:
+            held.set()
+        ended.result(LIMIT_S)
+        outcome = rig.outcome()
+        assert isinstance(outcome, Offered) and outcome.offered.written == 5
+        cached = rig.thread.statistics()["core"]["host_cached"]
+        assert cached == (0 if name == "flush" else 5)
 
 
 def test_a_restore_that_waits_for_the_device_is_aborted(device: Device, running) -> None:
