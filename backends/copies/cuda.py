@@ -93,9 +93,12 @@ class KernelMover:
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
         pairs = PagePairs(device_pages, host_pages, self._device.device)
-        stream = self._streams.current()
-        stream.run(pairs.upload)
-        stream.run(partial(self._pieces.move, self._pages, pairs, range(pairs.count), to_rows=True))
+
+        def enqueue() -> None:
+            pairs.upload()
+            self._pieces.move(self._pages, pairs, range(pairs.count), to_rows=True)
+
+        self._streams.current().run(enqueue)
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, on_layer: OnLayer) -> None:
         """As `to_device`, layer 0 first; calls `on_layer` after each."""

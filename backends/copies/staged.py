@@ -71,23 +71,23 @@ class StagedMover:
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
 
-        def enqueue(slot: _Slot, pairs: PagePairs, part: range) -> None:
-            slot.stream.run(partial(self._bring, slot.staged, host_pages[part.start : part.stop]))
-            slot.stream.run(partial(self._pieces.move, slot.staged, pairs, part, to_rows=True))
+        def enqueue(staged: torch.Tensor, pairs: PagePairs, part: range) -> None:
+            self._bring(staged, host_pages[part.start : part.stop])
+            self._pieces.move(staged, pairs, part, to_rows=True)
 
         self._move(self._up, device_pages, enqueue)
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Enqueue copies of device pages to host pages, pairwise."""
 
-        def enqueue(slot: _Slot, pairs: PagePairs, part: range) -> None:
-            slot.stream.run(partial(self._pieces.move, slot.staged, pairs, part, to_rows=False))
-            slot.stream.run(partial(self._take, slot.staged, host_pages[part.start : part.stop]))
+        def enqueue(staged: torch.Tensor, pairs: PagePairs, part: range) -> None:
+            self._pieces.move(staged, pairs, part, to_rows=False)
+            self._take(staged, host_pages[part.start : part.stop])
 
         self._move(self._down, device_pages, enqueue)
 
     def _move(
-        self, slots: list[_Slot], device_pages: PageIndex, enqueue: Callable[[_Slot, PagePairs, range], None]
+        self, slots: list[_Slot], device_pages: PageIndex, enqueue: Callable[[torch.Tensor, PagePairs, range], None]
     ) -> None:
         """Enqueue the parts of a copy on the slots in turn, between the lane's earlier and its later work."""
         count = len(device_pages)
@@ -108,7 +108,8 @@ class StagedMover:
                 # However the copy ends: nothing of it may come after later work of the lane.
                 ways_out.callback(_continue_behind, lane, slot)
             for number, start in enumerate(range(0, count, self._slot_pages)):
-                enqueue(slots[number % SLOTS], pairs, range(start, min(start + self._slot_pages, count)))
+                slot, part = slots[number % SLOTS], range(start, min(start + self._slot_pages, count))
+                slot.stream.run(partial(enqueue, slot.staged, pairs, part))
 
     def _bring(self, staged: torch.Tensor, host_pages: PageIndex) -> None:
         from_rows, to_rows, counts = consecutive(host_pages, positions(len(host_pages)))

@@ -60,7 +60,7 @@ class BatchedCopies:
 
     def __init__(self, runtime: Any, device: torch.device) -> None:  # NVIDIA's module has no types.
         self._runtime = runtime
-        self._device = device
+        self._index = device.index
         attributes = runtime.cudaMemcpyAttributes()
         # Sources are read in the order of the stream: neither before its earlier work, nor after its later work.
         attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
@@ -78,7 +78,7 @@ class BatchedCopies:
             sizes += (counts * one.target.shape[1]).tolist()
         if not sizes:
             return
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream(self._index).cuda_stream
         # Later versions of CUDA return the error alone, earlier ones the number of the stretch that failed beside it.
         error, *_ = self._runtime.cudaMemcpyBatchAsync(
             targets, sources, sizes, len(sizes), self._attributes, [0], 1, stream

@@ -180,7 +180,7 @@ def test_a_copy_that_fails_half_way_leaves_nothing_behind_the_lane(kind: str, *,
         run, calls = streams.streams[-1].run, iter(range(100))
 
         def failing(work: Callable[[], None]) -> None:
-            if next(calls) == 2:  # noqa: B023  # Called before the next round.
+            if next(calls) == 1:  # noqa: B023  # Called before the next round.
                 raise RuntimeError("cudaErrorUnknown")
             run(work)  # noqa: B023  # As above.
 
