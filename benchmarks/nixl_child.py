@@ -261,7 +261,9 @@ def _send(connection: Connection, answer: Answer) -> None:
 
 
 async def _wait_readable(connection: Connection) -> None:
-    """Wait for the pipe without a thread."""
+    """Wait for the pipe without a thread. It blocks again then: the loop makes it non-blocking, and a message may be
+    longer than what has arrived.
+    """
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(connection.fileno(), readable.set)
@@ -269,3 +271,4 @@ async def _wait_readable(connection: Connection) -> None:
         await readable.wait()
     finally:
         loop.remove_reader(connection.fileno())
+        os.set_blocking(connection.fileno(), True)

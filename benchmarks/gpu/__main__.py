@@ -33,6 +33,8 @@ from benchmarks.gpu.steps import STEPS, Step
 
 NO_GPU = "there was no GPU: the CUDA paths have not run"
 ROOT = Path(__file__).resolve().parent.parent.parent
+STACKS_S = 2.0
+"""Seconds before its limit at which a step that hangs writes its stacks."""
 Found = dict[str, Any]  # JSON.
 
 
@@ -74,7 +76,7 @@ def run_child(step: Step, setting: Setting, path: Path, *, until_s: float) -> in
     """Run a step in this process, which will be killed at that time of the monotonic clock; returns the exit code."""
     # All stacks are in the log if it hangs, a moment before it is killed.
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, until_s - time.monotonic() - 2), exit=True)
+    faulthandler.dump_traceback_later(max(1.0, until_s - time.monotonic() - STACKS_S), exit=True)
     if setting.on_cuda:
         torch.cuda.set_device(setting.device)
     else:
@@ -108,6 +110,9 @@ def run_step(step: Step, chosen: argparse.Namespace, folder: Path, log: BinaryIO
         code = child.wait(limit_s)
         verdict = {0: "passed", 1: "failed"}.get(code, "crashed")
         why = "" if code in (0, 1) else f"signal {-code}" if code < 0 else f"exit code {code}"
+        if code == 1 and time.perf_counter() - began_s > limit_s - STACKS_S:
+            # faulthandler has written the stacks, and ended the child with the code of a failure.
+            verdict, why = "timed out", f"after {limit_s:g} s"
     except subprocess.TimeoutExpired:
         verdict, why = "timed out", f"after {limit_s:g} s"
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from collections import Counter
 
 import uvloop
 
@@ -19,8 +21,15 @@ def run(setting: Setting, report: Report) -> None:
         WorkloadOptions(conversations=2, rounds=2) if setting.short else WorkloadOptions(conversations=5, rounds=3)
     )
     tiers = TierOptions(device=str(setting.device), compare=not setting.short)
+    began_s, served = time.perf_counter(), Counter[str]()
+
+    def progress(phase: str, count: int) -> None:
+        # In the log of a step that hangs: how far it came.
+        served[phase] += count
+        print(f"{time.perf_counter() - began_s:.1f} s: {phase}: {served[phase]}", flush=True)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        result = runner.run(run_conversations(options, tiers))
+        result = runner.run(run_conversations(options, tiers, progress=progress))
         failures = "; ".join(result.failures)
         report.check("tokens equal those of one process", not failures, failures or f"{result.compared} compared")
         for phase in result.phases:

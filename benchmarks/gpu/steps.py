@@ -30,7 +30,7 @@ STEPS = (
     Step("bytes", "step_bytes", "every byte of copies in all forms and layouts"),
     Step("order", "step_order", "copies behind a forward pass that spins, and planted breaks"),
     Step("pair", "step_pair", "a whole engine and two prefill workers over NIXL, with faults"),
-    Step("model", "step_model", "a small model split into prefill and decode: equal tokens"),
+    Step("model", "step_model", "a small model split into prefill and decode: equal tokens", limit_s=110),
     Step("lent", "step_lent", "pages in tensors that a serving engine lends", limit_s=110),
     Step("copies", "step_copies", "speed of copies beside one pinned copy, both forms, launches"),
     Step("load", "step_load", "copies beside other work, threads, time to an outcome"),
