@@ -308,8 +308,7 @@ class PagedModel:
         pool = self.pool.k[layer]
         shape = (len(steps), pool.shape[2], longest, pool.shape[3])
         # Zeros instead of uninitialized memory: a masked weight of zero times a NaN would still be NaN.
-        keys, values = torch.zeros(shape, dtype=pool.dtype), torch.zeros(shape, dtype=pool.dtype)
-        keys, values = keys.to(pool.device), values.to(pool.device)
+        keys, values = (torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
         for row, step in enumerate(steps):
             k, v = self._gather(layer, step.pages, step.position)
             keys[row, :, : step.position] = k[0]

@@ -36,6 +36,8 @@ STEPS = (
     Step("load", "step_load", "copies beside other work, threads, time to an outcome"),
     Step("nixl", "step_nixl", "device to device between two processes, beside bare NIXL"),
     Step("pinning", "step_pinning", "time to touch and pin host memory"),
-    Step("turns_4k", "step_turns_4k", "conversations from 4k tokens on, with and without the decode cache"),
-    Step("turns_32k", "step_turns_32k", "the same from 32k tokens on", needs_gpu=True),
+    Step(
+        "turns_4k", "step_turns_4k", "conversations from 4k tokens on, with and without the decode cache", limit_s=110
+    ),
+    Step("turns_32k", "step_turns_32k", "the same from 32k tokens on", limit_s=110, needs_gpu=True),
 )
