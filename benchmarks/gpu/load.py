@@ -134,20 +134,45 @@ async def started(pools: Pools, choice: CopyChoice | None = None) -> PageCopier:
     return copier
 
 
-async def slowdown_percent(
+@dataclass(frozen=True)
+class Beside:
+    """The slowdown of steps beside copies, and GB/s of these copies, over the bus and in device memory."""
+
+    percent: float
+    bus_gb_s: float
+
+    @property
+    def memory_gb_s(self) -> float:
+        """GB/s of device memory that staged copies read and write: they stage each byte, and gather or scatter it."""
+        return 3 * self.bus_gb_s
+
+
+async def slowdown(
     rig: Rig, pools: Pools, choice: CopyChoice | None, step: Callable[[], None], ways: tuple[str, ...] = WAYS
-) -> float:
+) -> Beside:
     """Return the slowdown of steps on the device while pages are copied in these directions; the median of pairs."""
     copier = await started(pools, choice)
-    slower = []
+    slower, gb_s = [], []
     await asyncio.to_thread(steps_ms, rig, step)
     for _ in range(max(3, rig.rounds // 2)):
         alone_ms = await asyncio.to_thread(steps_ms, rig, step)
-        async with copying(copier, pools, ways):
+        async with copying(copier, pools, ways) as done:
+            began_s, before_bytes = time.perf_counter(), sum(done)
             beside_ms = await asyncio.to_thread(steps_ms, rig, step)
+            gb_s.append((sum(done) - before_bytes) / (time.perf_counter() - began_s) / 1e9)
         slower.append(100 * (beside_ms / alone_ms - 1))
     await copier.close()
-    return statistics.median(slower)
+    return Beside(statistics.median(slower), statistics.median(gb_s))
+
+
+def memory_gb_s(rig: Rig) -> float:
+    """Return GB/s that a copy within the device reads and writes."""
+    source, target = (torch.zeros(rig.total_bytes, dtype=torch.uint8, device=rig.device) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * rig.gb_s(copy, rig.total_bytes)
 
 
 def lane_cpu_s(ending: str) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 from benchmarks.gpu.copy_rig import ALWAYS, NEVER
-from benchmarks.gpu.load import decode_like, ending_us, layer_times_ms, matmul_like, slowdown_percent, waiting_cpu
+from benchmarks.gpu.load import decode_like, ending_us, layer_times_ms, matmul_like, memory_gb_s, slowdown, waiting_cpu
 from benchmarks.gpu.report import Report, Setting
 from benchmarks.gpu.rig import TO_DEVICE, TO_HOST, Pools, Rig
 from tidekv.backends.copies.cuda import CopyChoice, CopyForm
@@ -15,19 +15,24 @@ from tidekv.backends.copies.cuda import CopyChoice, CopyForm
 async def measure_load(rig: Rig, report: Report) -> None:
     """Measure steps beside copies, the threads that wait, and layers."""
     step = decode_like(rig)
+    whole_gb_s = memory_gb_s(rig)
+    report.row("device memory, read and written by a copy within it", f"{whole_gb_s:.0f} GB/s")
     chosen: dict[str, float] = {}
     for shape in rig.shapes[:2]:
         pools = Pools(rig, shape)
-        slower = await slowdown_percent(rig, pools, None, step)
-        report.row(f"decode-like step beside copies as chosen, {shape}", f"{slower:+.1f} %", "≤ 3 %")
-        chosen[str(shape)] = slower
+        beside = await slowdown(rig, pools, None, step)
+        report.row(f"decode-like step beside copies as chosen, {shape}", f"{beside.percent:+.1f} %", "≤ 3 %")
+        share = 100 * beside.memory_gb_s / whole_gb_s
+        words = f"{beside.bus_gb_s:.1f} GB/s over the bus, {share:.1f} % of the device memory's GB/s"
+        report.row("the copies beside it, staged", words)
+        chosen[str(shape)] = beside.percent
         for way in (TO_DEVICE, TO_HOST):
-            slower = await slowdown_percent(rig, pools, None, step, (way,))
-            report.row(f"the same, copies {way} alone", f"{slower:+.1f} %")
+            beside = await slowdown(rig, pools, None, step, (way,))
+            report.row(f"the same, copies {way} alone", f"{beside.percent:+.1f} %, {beside.bus_gb_s:.1f} GB/s")
         for form, below_bytes in ((CopyForm.KERNEL, ALWAYS), (CopyForm.ASYNC, NEVER)):
             if rig.find_launch() is not None:
-                slower = await slowdown_percent(rig, pools, CopyChoice(below_bytes), step)
-                report.row(f"the same, {form.value}", f"{slower:+.1f} %")
+                beside = await slowdown(rig, pools, CopyChoice(below_bytes), step)
+                report.row(f"the same, {form.value}", f"{beside.percent:+.1f} %, {beside.bus_gb_s:.1f} GB/s")
     worst = max(chosen, key=lambda name: chosen[name])
     report.figure("gpu.compute", chosen[worst], f"copies both ways without a pause, {worst}")
     pools = Pools(rig, rig.shapes[1])
@@ -36,8 +41,8 @@ async def measure_load(rig: Rig, report: Report) -> None:
     product = matmul_like(products)
     for name, choice in (("as chosen", None), ("kernel", CopyChoice(ALWAYS)), ("async", CopyChoice(NEVER))):
         if choice is None or rig.find_launch() is not None:
-            slower = await slowdown_percent(products, pools, choice, product)
-            report.row(f"matrix products beside copies, {name}, {rig.shapes[1]}", f"{slower:+.1f} %", "≤ 3 %")
+            beside = await slowdown(products, pools, choice, product)
+            report.row(f"matrix products beside copies, {name}, {rig.shapes[1]}", f"{beside.percent:+.1f} %", "≤ 3 %")
     cpu = await waiting_cpu(pools)
     report.row(
         "threads that wait for copies", f"{cpu['wait']:.2f} % of a core, {cpu['copies_per_s']:.0f} copies/s", "≤ 1 %"
