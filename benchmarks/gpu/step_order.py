@@ -44,6 +44,7 @@ class Order:
         self.host = HostPool.allocate(layout, pages)
         self.forward, self.reader = Forward(rig), Forward(rig)
         self._random = np.random.default_rng(5)
+        self._indices: list[torch.Tensor] = []
 
     def some_pages(self) -> tuple[np.ndarray, np.ndarray]:
         """Return half of the pages of each pool."""
@@ -67,8 +68,12 @@ class Order:
         return lambda: seen.extend(row.index_select(0, index) for row in rows)
 
     def _index(self, pages: np.ndarray) -> torch.Tensor:
-        """Bring page ids to the device before this returns: other streams read them."""
+        """Bring page ids to the device before this returns: other streams read them, at any later time.
+
+        They are kept: torch would reuse their memory once no kernel of this thread's own stream needs it.
+        """
         index = torch.from_numpy(pages).to(self.rig.device)
+        self._indices.append(index)
         if index.is_cuda:
             torch.cuda.current_stream(index.device).synchronize()
         return index
