@@ -244,7 +244,8 @@ class PagedModel:
     def decode_batch(self, steps: Sequence[DecodeStep]) -> torch.Tensor:
         """Compute one token for each request and write its KV; returns logits of shape [len(steps), vocab_size].
 
-        Shorter requests are padded with zeros, which the mask hides. No two steps may share the page that they write.
+        What a shorter request has behind its end is zero, and the mask hides it. No two steps may share the page that
+        they write.
         """
         if not steps:
             raise InvalidRequest("a decode batch has no steps")
@@ -252,9 +253,14 @@ class PagedModel:
             self._check_pages(step.pages, step.position + 1)
         longest = max(step.position for step in steps)
         device = self.pool.k[0].device
-        cache = self._cache([self._gather_padded(layer, steps, longest) for layer in range(len(self.pool.k))])
         positions = torch.tensor([[step.position] for step in steps], device=device)
         columns = torch.arange(longest + 1, device=device)
+        # Shorter tables go on with a page of their own.
+        page_count = -(-longest // self.page_size)
+        tables = [[*step.pages[:page_count], *[step.pages[0]] * (page_count - len(step.pages))] for step in steps]
+        table = torch.tensor(tables, dtype=torch.long, device=device)
+        behind = (columns[:longest] >= positions)[:, None, :, None]
+        cache = self._cache([self._gather_batch(layer, table, behind) for layer in range(len(self.pool.k))])
         # The new token's own key is appended after the padding, in the last column.
         mask = (columns < positions) | (columns == longest)
         with torch.inference_mode():
@@ -265,11 +271,12 @@ class PagedModel:
                 use_cache=True,
                 **{cache_argument(self.model): cache},
             )
+        page = torch.tensor([step.pages[step.position // self.page_size] for step in steps], device=device)
+        slot = positions[:, 0] % self.page_size
         for layer in range(len(self.pool.k)):
             kept = cache.layers[layer]
-            for row, step in enumerate(steps):
-                keys, values = kept.keys[row, :, longest:], kept.values[row, :, longest:]
-                self._scatter(layer, step.pages, step.position, keys, values)
+            self.pool.k[layer][page, slot] = kept.keys[:, :, longest]
+            self.pool.v[layer][page, slot] = kept.values[:, :, longest]
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
@@ -301,19 +308,18 @@ class PagedModel:
         )
         return k, v
 
-    def _gather_padded(
-        self, layer: int, steps: Sequence[DecodeStep], longest: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy each request's K and V to one row of [batch, kv_heads, longest, head_dim], with zeros after its end."""
-        pool = self.pool.k[layer]
-        shape = (len(steps), pool.shape[2], longest, pool.shape[3])
-        # Zeros instead of uninitialized memory: a masked weight of zero times a NaN would still be NaN.
-        keys, values = (torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
-        for row, step in enumerate(steps):
-            k, v = self._gather(layer, step.pages, step.position)
-            keys[row, :, : step.position] = k[0]
-            values[row, :, : step.position] = v[0]
-        return keys, values
+    def _gather_batch(self, layer: int, table: torch.Tensor, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of the pages of `table`, [batch, pages], each to [batch, kv_heads, longest, head_dim].
+
+        `behind`, [batch, 1, longest, 1], is true behind a request's end. Zeros replace what is there: a masked weight
+        of zero times a NaN would still be NaN.
+        """
+        longest = behind.shape[2]
+        k, v = (
+            tensor[table].flatten(1, 2)[:, :longest].transpose(1, 2).masked_fill(behind, 0)
+            for tensor in (self.pool.k[layer], self.pool.v[layer])
+        )
+        return k, v
 
     def _scatter(self, layer: int, pages: Sequence[int], start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write K and V of shape [kv_heads, tokens, head_dim] to the slots of positions [start, start + tokens)."""
