@@ -152,10 +152,12 @@ def gpu_table() -> str:
         "| step | what | measured | asked |",
         "|---|---|---:|---|",
     ]
-    for step in ("copies", "load"):
+    for step in ("copies", "load", "nixl", "turns_4k", "turns_32k"):
         # Copies by size of their stretches only give the threshold, which has a row of its own.
         rows = [row for row in report[step]["rows"] if row[2] and not row[0].startswith("stretches")]
-        rows = _slowest(rows, "to device") + _slowest(rows, "to host") + [row for row in rows if " to " not in row[0]]
+        if step == "copies":
+            rest = [row for row in rows if " to " not in row[0]]
+            rows = [*_slowest(rows, "to device"), *_slowest(rows, "to host"), *rest]
         lines += [f"| `{step}` | {what} | {measured} | {asked} |" for what, measured, asked in rows]
     lines += [
         "",
