@@ -8,7 +8,7 @@ the host pages allow, and the rest is done in fast device memory:
 
 Each direction has a few slots, each with staged memory and a stream of its own, which take the parts of a copy in turn.
 While one slot is spread, the others keep the bus busy; and copies of several streams overlap on the bus, which short
-stretches need: one stream moves stretches of 256 KiB at 83 % of the bus, two at 90 % (`docs/gpu.md`).
+stretches need: one stream moves stretches of 256 KiB at 83 % of the bus, two at 90 % (one H100).
 
     slot 0   bring part 0 │ spread 0 │ bring part 2 │ spread 2 │ …
     slot 1   bring part 1 │ spread 1 │ bring part 3 │ …

@@ -2,8 +2,8 @@
 
 A copy engine moves each stretch; multiprocessors take no part. One call of torch costs the CPU 14 µs for each stretch
 and keeps the bus idle between stretches below 1 MiB; a call of `cudaMemcpyBatchAsync` costs 1 to 1.5 µs for each
-(`docs/gpu.md` has the figures). The batch needs NVIDIA's `cuda-bindings`, which comes with torch's CUDA builds, and a
-driver for CUDA 12.8; without them stretches are copied one by one.
+(one H100). The batch needs NVIDIA's `cuda-bindings`, which comes with torch's CUDA builds, and a driver for CUDA 12.8;
+without them stretches are copied one by one.
 """
 
 from __future__ import annotations
