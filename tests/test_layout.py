@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
@@ -40,9 +41,22 @@ def files_of(folder: str) -> list[Path]:
     return found
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """The nodes of a module; most tests look at the same modules."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_nodes() -> Iterator[None]:
+    """Free them behind the last test, as they are many."""
+    yield
+    nodes_of.cache_clear()
+
+
 def imports_of(source: str) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -122,7 +136,7 @@ def test_a_folder_loads_only_what_it_may(folder: str) -> None:
 def names_in(source: str) -> set[str]:
     """Every module that a source may load: imports, and strings that are dotted names, as lazy imports have them."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -204,7 +218,7 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.ImportFrom):
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= inner & sources.keys() or {str(node.module)}
@@ -413,7 +427,7 @@ MAY_COMPARE_STATES = {"table.py", "machine.py", "request.py", "guards_and_action
 def state_comparisons(source: str) -> list[int]:
     """Lines that compare the state of a request, or name one of the states."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Compare):
             sides = (node.left, *node.comparators)
             if any(isinstance(side, ast.Attribute) and side.attr == "state" for side in sides):
@@ -460,10 +474,10 @@ OWNERS = {
 """Records by module. A field of them is assigned in that module only: rules call the method that says what happened."""
 
 
-def targets_in(tree: ast.AST) -> list[ast.Attribute]:
+def targets_in(nodes: Iterable[ast.AST]) -> list[ast.Attribute]:
     """The attributes that are assigned, deleted, or assigned an item."""
     found: list[ast.AST] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.Delete):
             for target in node.targets:
                 found += target.elts if isinstance(target, ast.Tuple) else [target]
@@ -480,7 +494,7 @@ def last_name(node: ast.AST | None) -> str:
 
 def fields_of(kind: ast.ClassDef) -> set[str]:
     """What the methods of a class assign to itself."""
-    return {target.attr for target in targets_in(kind) if last_name(target.value) == "self"}
+    return {target.attr for target in targets_in(ast.walk(kind)) if last_name(target.value) == "self"}
 
 
 class Names(NamedTuple):
@@ -495,10 +509,10 @@ class Names(NamedTuple):
     targets: list[ast.Attribute]
 
 
-def names_of(tree: ast.AST) -> Names:
+def names_of(source: str) -> Names:
     """Read a module once."""
-    found = Names([], [], [], targets_in(tree))
-    for node in ast.walk(tree):
+    found = Names([], [], [], targets_in(nodes_of(source)))
+    for node in nodes_of(source):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
             found.annotated.append((name, {last_name(part) for part in ast.walk(node.annotation)}))
@@ -521,11 +535,10 @@ def holders_of(name: str, modules: Iterable[Names]) -> set[str]:
 
 def foreign_assignments(owners: dict[str, tuple[str, ...]], sources: dict[str, str]) -> list[str]:
     """Where a field of a record is assigned outside of the module of the record."""
-    trees = {module: ast.parse(source) for module, source in sources.items()}
-    modules = {module: names_of(tree) for module, tree in trees.items()}
+    modules = {module: names_of(source) for module, source in sources.items()}
     found = []
     for owner, names in owners.items():
-        kinds = {node.name: node for node in ast.walk(trees[owner]) if isinstance(node, ast.ClassDef)}
+        kinds = {node.name: node for node in nodes_of(sources[owner]) if isinstance(node, ast.ClassDef)}
         for name in names:
             fields, holders = fields_of(kinds[name]), holders_of(name, modules.values())
             found += [
@@ -579,7 +592,7 @@ def classes_in(sources: dict[str, str]) -> dict[str, list[ast.ClassDef]]:
     """By name, the classes of these modules, nested ones included."""
     found: dict[str, list[ast.ClassDef]] = {}
     for source in sources.values():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found
