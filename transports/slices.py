@@ -274,6 +274,7 @@ def record_cuts_of(
     there, here = records
     (_, their_place), (_, our_place) = _place_of(decode), _place_of(prefill)
     widths = width_of(decode), width_of(prefill)
+    shares = [] if widths[0] == widths[1] else _shared_channels(channels, widths, (their_place, our_place))
     for theirs, ours in zip(groups_of(there), groups_of(here), strict=True):
         layers = layer_slice_of(_layers_of(decode, theirs.layers), _layers_of(prefill, ours.layers))
         if layers is None:
@@ -291,19 +292,32 @@ def record_cuts_of(
                     yield Cut(our_piece, their_piece, 1, size, 0, size, 0, size)
                 continue
             channel_bytes = here.piece_bytes[our_piece] // here.page_size
-            starts = [list(itertools.accumulate(parts, initial=0)) for parts in channels]
-            for number, (there_count, here_count) in enumerate(zip(*channels, strict=True)):
-                kind = "mla" if there_count == here_count else "mha"
-                of_decode, of_prefill = (
-                    HeadPartition(ranks=width, heads=count, total=count if kind == "mla" else width * count)
-                    for width, count in zip(widths, (there_count, here_count), strict=True)
+            for share in shares:
+                size, ours_at, theirs_at = (
+                    number * channel_bytes for number in (share.count, share.source, share.target)
                 )
-                for share in head_slices_of(their_place, of_decode, of_prefill):
-                    if share.prefill == our_place:
-                        size = share.count * channel_bytes
-                        our_start = (starts[1][number] + share.source) * channel_bytes
-                        their_start = (starts[0][number] + share.target) * channel_bytes
-                        yield Cut(our_piece, their_piece, 1, size, our_start, size, their_start, size)
+                yield Cut(our_piece, their_piece, 1, size, ours_at, size, theirs_at, size)
+
+
+def _shared_channels(
+    channels: tuple[tuple[int, ...], ...], widths: tuple[int, int], places: tuple[int, int]
+) -> list[HeadSlice]:
+    """Return the channels of a record that two ranks of instances of different widths exchange; decode's come first."""
+    found = []
+    there_start = here_start = 0
+    for there_count, here_count in zip(*channels, strict=True):
+        kind = "mla" if there_count == here_count else "mha"
+        of_decode, of_prefill = (
+            HeadPartition(ranks=width, heads=count, total=count if kind == "mla" else width * count)
+            for width, count in zip(widths, (there_count, here_count), strict=True)
+        )
+        found += [
+            HeadSlice(share.prefill, here_start + share.source, there_start + share.target, share.count)
+            for share in head_slices_of(places[0], of_decode, of_prefill)
+            if share.prefill == places[1]
+        ]
+        there_start, here_start = there_start + there_count, here_start + here_count
+    return found
 
 
 def exchange_of(cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> Exchange:

@@ -137,8 +137,9 @@ def _check_page_layout(
     # The other end may hold more or fewer heads and layers: sizes are compared after conversion to ours.
     mine = pages[0]
     identity, pieces = slices.as_held_by(ours, theirs, pages=pages, channels=channels)
-    names = [info.name for info in msgspec.structs.fields(Identity) if info.name not in (*OF_ALL_GROUPS, "components")]
-    for name in names:
+    for name in Identity.__struct_fields__:
+        if name in (*OF_ALL_GROUPS, "components"):
+            continue
         if name == "layers" and ours.stages != theirs.stages and mine.layers != identity.layers:
             totals = (
                 f"{each.layers} in each of {hello.stages}" for each, hello in zip(pages, (ours, theirs), strict=True)
@@ -207,9 +208,10 @@ def _check_groups(ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, 
     for name in {**here, **there}:
         if name not in here or name not in there:
             _must_equal(f"layer group {name!r} of a page{of}", here.get(name, "absent"), there.get(name, "absent"))
-        for info in msgspec.structs.fields(GroupIdentity):
-            field = f"{info.name} of layer group {name!r}{of}"
-            _must_equal(field, *(getattr(groups[name], info.name) for groups in (here, there)))
+        for field in GroupIdentity.__struct_fields__:
+            _must_equal(
+                f"{field} of layer group {name!r}{of}", *(getattr(groups[name], field) for groups in (here, there))
+            )
     _must_equal(f"order of layer groups{of}", tuple(here), tuple(there))
 
 
