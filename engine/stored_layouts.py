@@ -125,10 +125,16 @@ def other_layouts(reader: RankLayout, component: str = "") -> list[StoredLayout]
     """
     own, wanted = reader.namespace(component), reader.pages(component).page_bytes
     found: dict[tuple[bytes, ...], StoredLayout] = {}
+    seen: set[tuple[Identity, int]] = set()
     for width in range(1, WIDTH_MAX + 1):
         if width == reader.width:
             continue
         for writers in _instances(reader, width):
+            # Further ranks may only hold copies: they share the namespaces of an instance that was seen.
+            form = writers[0].identity, writers[0].slice(component)[1]
+            if form in seen:
+                continue
+            seen.add(form)
             sources = [
                 Source(writer.namespace(component), layout_of(writer.pages(component)), cuts)
                 for writer in writers

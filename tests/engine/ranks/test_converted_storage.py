@@ -7,12 +7,13 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.parallel_instances import Group, Model, Place, RankPools
+from tests.support.parallel_instances import Group, Model, Place, RankPools, State
 from tests.support.placing_storage import PlacingStorage
 from tests.support.waits import LIMIT_S
 from tests.transports.test_layout_pairs import MODELS
@@ -293,6 +294,14 @@ def test_ranks_that_hold_the_same_bytes_share_a_namespace() -> None:
         StoredRank(MODELS["MHA with copies"], 4, rank, MemoryStorage(capacity_bytes=1 << 20)) for rank in range(4)
     ]
     assert [copies[0].layout.namespace() == rank.layout.namespace() for rank in copies] == [True, True, False, False]
+
+
+def test_records_that_each_rank_has_a_copy_of_are_found_at_each_width() -> None:
+    # What says how the ranks hold the model is the same at all widths, and not where they store.
+    model = Model(MODELS["MLA"].groups, state=State())
+    reader = StoredRank(model, 1, 0, MemoryStorage(capacity_bytes=1 << 20), "state")
+    copies = {msgspec.structs.replace(reader.layout, ranks=width).namespace("state") for width in (2, 4)}
+    assert copies <= {each.namespace for layout in other_layouts(reader.layout, "state") for each in layout.sources}
 
 
 def test_a_width_at_which_heads_of_a_window_would_be_copies_is_no_other_layout() -> None:
