@@ -76,6 +76,6 @@ def consecutive(first: PageIndex, second: PageIndex) -> tuple[PageIndex, PageInd
     breaks = ((first[1:] - first[:-1] != 1) | (second[1:] - second[:-1] != 1)).nonzero()[0]
     starts = np.zeros(len(breaks) + 1 if len(first) else 0, dtype=np.int64)
     starts[1:] = breaks + 1
-    counts = np.full(len(starts), len(first), dtype=np.int64)
-    counts[:-1] = starts[1:]
-    return first[starts], second[starts], counts - starts
+    ends = np.empty(len(starts), dtype=np.int64)
+    ends[:-1], ends[-1:] = starts[1:], len(first)
+    return first[starts], second[starts], ends - starts

@@ -64,22 +64,15 @@ class PageStates:
         """
         if len(pages) <= _LOOP_PAGES_MAX:
             return self._change_by_loop(pages, source, target)
-        if not self.are(pages, source):
+        ids = _as_index(pages)
+        if not self._are(ids, source):
             return False
-        self._vector[_as_index(pages)] = target
+        self._vector[ids] = target
         return True
 
     def are(self, pages: PageIds, state: int) -> bool:
         """Whether all pages are in this state, none out of range and none named twice."""
-        if not pages:
-            return True
-        ids = _as_index(pages)
-        try:
-            conditions = self._vector[ids].tobytes()
-        except IndexError:
-            return False
-        # `bytes.count` is several times faster than a numpy comparison and its reduction.
-        return conditions.count(state) == len(pages) and not self._repeats(ids)
+        return not pages or self._are(_as_index(pages), state)
 
     def put(self, pages: PageIds, target: int) -> None:
         """Set pages that are known to be in range to state `target`."""
@@ -105,6 +98,14 @@ class PageStates:
                 return False
             conditions[page] = target
         return True
+
+    def _are(self, ids: np.ndarray[tuple[int], np.dtype[np.intp]], state: int) -> bool:
+        try:
+            conditions = self._vector[ids].tobytes()
+        except IndexError:
+            return False
+        # `bytes.count` is several times faster than a numpy comparison and its reduction.
+        return conditions.count(state) == len(ids) and not self._repeats(ids)
 
     def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.intp]]) -> bool:
         if len(ids) > len(self._bytes):
