@@ -40,17 +40,17 @@ async def put_prefix(
     """
     there = await touch(storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)
     missing = [*compress(range(len(pages)), map(not_, there))]
+    ours = page_ids(map(pages.__getitem__, missing))
     intact = None
     if missing and checked is not None:
-        valid = await checked(page_ids(map(pages.__getitem__, missing)))
+        valid = await checked(ours)
         if valid is not None:
-            intact, missing = missing[valid], missing[:valid]
+            intact, missing, ours = missing[valid], missing[:valid], ours[:valid]
     if not missing:
         return PrefixPut(there, 0, intact)
-    ours = page_ids(map(pages.__getitem__, missing))
     above = prefix_of(storage, [*prefix_keys, *keys[: missing[0]]])
     flags = await storage.put_from([*map(keys.__getitem__, missing)], ours, timeout_s=timeout_s, **above)
-    if sum(flags) < len(keys):
+    if sum(flags) < len(keys) and hasattr(storage, "touch"):
         # What was put is the newest in storage now. The pages before it must not be evicted before it.
         there = await touch(storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)
     for at, is_there in zip(missing, flags, strict=True):
