@@ -384,9 +384,8 @@ def peers_table() -> str:
         for peer, about in ((peer, report["about"]) for peer, report in reports.items())
     )
     lines = [
-        f"`python3 dev.py bench peers --sglang DIR --vllm DIR`. {'. '.join(commands)}. Pairs of an engine run at once "
-        "and serve by turns; a run in which they did not has no times. A process's CPU has the forward passes, which "
-        "are the same in all pairs of an engine: what a cache adds or saves is the difference of two columns.",
+                f"{'. '.join(commands)}. Pairs of an engine run at once and serve by turns; a run in which they did not has no "
+        "times. CPU has the forward passes, which are the same in all pairs of an engine.",
         "",
         f"| | {' | '.join(titles)} |",
         f"|---|{'---:|' * len(titles)}",

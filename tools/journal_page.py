@@ -44,11 +44,10 @@ tidekv.states.events` describes the {events} types.
 **Checksums.** Every line ends in `"sum"`: the XXH32 of the line without `,"sum":"…"`, seeded with the sum of the line
 before (0 for the first). A changed, lost, repeated or moved line is reported at that line (`JournalDamaged`).
 
-**Digests.** They cover one turn in {covered_turns}, and each turn from the first raise or error in it on. `digest` is
-XXH3-64, rolling: over the MessagePack of each step's effects (moves, commands and evictions), and behind the turn over
-the number of effects so far and the numbers of each part of the state ({parts}, and each tier of each component).
-`checks` and `parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first covered event
-or turn that differs, at most {covered_turns} turns behind the first that did, and `ReplayDiverged` names it.
+**Digests.** They cover one turn in {covered_turns}, and each turn from the first raise or error in it on. `digest`
+rolls over the effects of each step, and behind the turn over the numbers of each part of the state ({parts}, and each
+tier of each component); `checks` and `parts` hold 16 bits of it behind each of these. A replay by changed rules stops
+at the first covered event or turn that differs, and `ReplayDiverged` names it.
 
 **Raises.** A rule that raises does not end a journal: the replay raises at the same instruction and goes on; with other
 code, or another version of Python, it may diverge there. An exception that left `Core.step` stands in `errors`.

@@ -20,11 +20,10 @@ when](operating.md#which-policy-when)) and can be changed while requests run, as
 `engine.change_policy(write="back", lookahead_pages_max=512)`. Pages that a policy declines are requested from
 prefill; `l3_declined_pages` counts them.
 
-**Writing.** `through` is the safest. `selective` saves writes if most prompts are seen once. `back` writes least; pages
-that were not yet written are lost when the process ends. `l1_pages_dropped` and `l2_pages_dropped` count pages that
-were evicted without another copy. `PrefillPeer(storage=…)` writes `through`, by way of host memory of its own, which
-keeps the newest prompts; longer ones pass through it. Its `store_pages_written`, `store_pages_declined` and
-`store_pages_lost` count pages.
+**Writing.** With `back` pages that were not yet written are lost when the process ends. `l1_pages_dropped` and
+`l2_pages_dropped` count pages that were evicted without another copy. `PrefillPeer(storage=…)` writes `through`, by way
+of host memory of its own, which keeps the newest prompts; longer ones pass through it. Its `store_pages_written`,
+`store_pages_declined` and `store_pages_lost` count pages.
 
 **What storage has.** Storage does not see hits on the device or the host, so pages in use are named to it again after
 `renew_s`. `pages_stored_again` counts pages that it had lost. `s3:` and `mooncake:` know the use of their own process
@@ -38,16 +37,15 @@ the mean of the measured answer times and four times their deviation, at least {
 unknown. After the wait the plan is made without storage (`l3_queries_outwaited`). With `wait_complete` the wait is
 `query_deadline_s`.
 
-**Throughput.** The core measures the time of a page from storage, `page_s`, over the last fetches. A plan fetches at
-most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`.
-{ESTIMATE_FRESH_S:g} s after the last fetch the measurement bounds no plan.
+**Throughput.** The core measures the time of a page from storage over the last fetches. A plan fetches the pages that
+come in `fetch_deadline_share` of its time, behind those under way. {ESTIMATE_FRESH_S:g} s after the last fetch the
+measurement bounds no plan.
 
 **Split between storage and transfer.** With `soonest` the transfer is measured in the same way, prefill's computation
 included. A plan fetches what storage has, unless the transfer of all of it is sooner, or a part from each markedly
 sooner. Host memory that is measured to be slower than the transfer, and would take more than {1e3 * TRUSTED_S:g} ms, is
-split in the same way (`l2_declined_pages`). While the speed of the transfer is unknown, a plan fetches all; while that
-of storage is unknown, one plan at a time measures it with a part of its pages
-([Measuring](measuring.md#default-policy-on-real-processes)). Windows and states are not split.
+split in the same way (`l2_declined_pages`). While the speed of storage is unknown, one plan at a time measures it with a
+part of its pages. Windows and states are not split.
 
 **Prefetch for waiting requests.** If `lookahead_pages_max` is set, pages of a request that waits for device memory are
 fetched to the host meanwhile and count as `l3`; those of windows and states come first
