@@ -384,7 +384,7 @@ def peers_table() -> str:
         for peer, about in ((peer, report["about"]) for peer, report in reports.items())
     )
     lines = [
-                f"{'. '.join(commands)}. Pairs of an engine run at once and serve by turns; a run in which they did not has no "
+        f"{'. '.join(commands)}. Pairs of an engine run at once and serve by turns; a run in which they did not has no "
         "times. CPU has the forward passes, which are the same in all pairs of an engine.",
         "",
         f"| | {' | '.join(titles)} |",

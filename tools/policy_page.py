@@ -21,8 +21,8 @@ when](operating.md#which-policy-when)) and can be changed while requests run, as
 prefill; `l3_declined_pages` counts them.
 
 **Writing.** With `back` pages that were not yet written are lost when the process ends. `l1_pages_dropped` and
-`l2_pages_dropped` count pages that were evicted without another copy. `PrefillPeer(storage=…)` writes `through`, by way
-of host memory of its own, which keeps the newest prompts; longer ones pass through it. Its `store_pages_written`,
+`l2_pages_dropped` count pages that were evicted without another copy. `PrefillPeer(storage=…)` writes `through`, by
+way of host memory of its own, which keeps the newest prompts; longer ones pass through it. Its `store_pages_written`,
 `store_pages_declined` and `store_pages_lost` count pages.
 
 **What storage has.** Storage does not see hits on the device or the host, so pages in use are named to it again after
@@ -43,9 +43,9 @@ measurement bounds no plan.
 
 **Split between storage and transfer.** With `soonest` the transfer is measured in the same way, prefill's computation
 included. A plan fetches what storage has, unless the transfer of all of it is sooner, or a part from each markedly
-sooner. Host memory that is measured to be slower than the transfer, and would take more than {1e3 * TRUSTED_S:g} ms, is
-split in the same way (`l2_declined_pages`). While the speed of storage is unknown, one plan at a time measures it with a
-part of its pages. Windows and states are not split.
+sooner. Host memory that is measured to be slower than the transfer, and would take more than {1e3 * TRUSTED_S:g} ms,
+is split in the same way (`l2_declined_pages`). While the speed of storage is unknown, one plan at a time measures it
+with a part of its pages. Windows and states are not split.
 
 **Prefetch for waiting requests.** If `lookahead_pages_max` is set, pages of a request that waits for device memory are
 fetched to the host meanwhile and count as `l3`; those of windows and states come first
