@@ -123,6 +123,8 @@ def other_layouts(reader: RankLayout, component: str = "") -> list[StoredLayout]
 
     They are of instances with as many pipeline stages. Those that need the fewest bytes come first.
     """
+    if component and (part := reader._component(component)).kind == "state" and not part.channels:
+        return []  # Records that cannot be divided.
     own, wanted = reader.namespace(component), reader.pages(component).page_bytes
     found: dict[tuple[bytes, ...], StoredLayout] = {}
     seen: set[tuple[Identity, int]] = set()
@@ -141,7 +143,7 @@ def other_layouts(reader: RankLayout, component: str = "") -> list[StoredLayout]
                 if (cuts := reader.cuts_from(writer, component))
             ]
             names = tuple(source.namespace for source in sources)
-            # Ranks that divide the heads as ours do store in our namespaces. Indivisible records have no cuts.
+            # Ranks that divide the heads as ours do store in our namespaces.
             taken = sum(cut.rows * cut.row_bytes for source in sources for cut in source.cuts)
             if own not in names and taken == wanted:
                 found.setdefault(names, StoredLayout(width, tuple(sources)))
