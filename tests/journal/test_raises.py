@@ -69,14 +69,22 @@ def test_a_raise_at_any_call_is_replayed_at_that_call(story: Any, tmp_path: Path
         assert final_state(replayer.core) == final_state(rig.core)
 
 
+RAISING: list[bytes] = []
+"""The journal that `raising_run` has found."""
+
+
 @pytest.fixture
-def raising_run(simulate: Any) -> Path:
-    """The journal of a run with components and some raises."""
-    for seed in range(20):
+def raising_run(simulate: Any, tmp_path: Path) -> Path:
+    """The journal of a run with components and some raises, which a test may change."""
+    for seed in range(20) if not RAISING else ():
         path: Path = simulate(seed, 60, settings=with_components(draw_settings(Random(seed)), 3)).path
         if len(raises_of(path)) > 2:
-            return path
-    pytest.fail("no seed has raises")
+            RAISING.append(path.read_bytes())
+            break
+    assert RAISING, "no seed has raises"
+    journal = tmp_path / "raising.journal"
+    journal.write_bytes(RAISING[0])
+    return journal
 
 
 def raises_of(path: Path) -> list[Any]:

@@ -510,7 +510,13 @@ class Serving:
 
 
 def in_one_process(name: str, prompt: list[int], output: int = OUTPUT) -> list[int]:
-    return generate_in_one_process(model_of(name), prompt, output)
+    return [*generated(name, tuple(prompt), output)]
+
+
+@cache
+def generated(name: str, prompt: tuple[int, ...], output: int) -> tuple[int, ...]:
+    """What tests of all ranks, modes and transports compare with."""
+    return tuple(generate_in_one_process(model_of(name), [*prompt], output))
 
 
 async def check_every_tier(
