@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import os
 import re
@@ -50,12 +51,18 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """The site, built once for all workers of the run."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, begun = base / "site", base / "site-begun"
+    with (base / "site-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(begun)]
+            environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+            assert done.returncode == 0, done.stdout + done.stderr
+            begun.rename(folder)
     return folder
 
 
@@ -116,20 +123,20 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_pages_look_right(address: str, is_dark: bool) -> None:
+@pytest.mark.parametrize("width", [1200, PHONE_WIDTH])
+def test_pages_look_right(address: str, width: int, is_dark: bool) -> None:
     with opened_page(f"{address}/", is_dark=is_dark) as page:
         elsewhere: list[str] = []
         page.on(
             "request",
             lambda request: None if request.url.startswith((address, "data:")) else elsewhere.append(request.url),
         )
+        page.set_viewport_size({"width": width, "height": 900})
         for name in LOOKED_AT:
-            for width in (1200, PHONE_WIDTH):
-                page.set_viewport_size({"width": width, "height": 900})
-                page.goto(f"{address}/{name}")
-                check_content(page, is_dark=is_dark)
-                if width > PHONE_WIDTH:
-                    assert page.evaluate(CUT_TABLES) == [], name
+            page.goto(f"{address}/{name}")
+            check_content(page, is_dark=is_dark)
+            if width > PHONE_WIDTH:
+                assert page.evaluate(CUT_TABLES) == [], name
         assert not elsewhere
 
 
