@@ -58,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (base / "site-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(begun)]
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(begun)]
             environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
             assert done.returncode == 0, done.stdout + done.stderr
