@@ -118,7 +118,7 @@ def test_an_offer_reads_what_the_stream_has_still_to_write(device: Device, runni
 
 @pytest.mark.parametrize("name", ["wait_settled", "flush", "drain"])
 def test_calls_that_wait_for_the_engine_wait_for_what_the_device_holds_back(device: Device, running, name: str) -> None:
-    """An offer that the engine does not have yet is settled, and neither survives a flush nor is left by a drain."""
+    """They end behind an offer that the engine did not have when they were called."""
     with running(device="lent") as rig, ThreadPoolExecutor(1) as elsewhere:
         held = device.hold()
         rig.thread.offer(PROMPT, PAGES)
@@ -131,8 +131,6 @@ def test_calls_that_wait_for_the_engine_wait_for_what_the_device_holds_back(devi
         ended.result(LIMIT_S)
         outcome = rig.outcome()
         assert isinstance(outcome, Offered) and outcome.offered.written == 5
-        cached = rig.thread.statistics()["core"]["host_cached"]
-        assert cached == (0 if name == "flush" else 5)
 
 
 def test_a_restore_that_waits_for_the_device_is_aborted(device: Device, running) -> None:
