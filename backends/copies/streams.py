@@ -143,7 +143,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._index = device.index  # torch looks a device up at each call, a number not.
+        self._index = device.index  # A number, because torch looks up a device at each call.
 
     def current(self) -> CudaStream:
         """Return the stream of this thread's work on the GPU."""
