@@ -17,7 +17,7 @@ MARKER = VENV / "tidekv-installed"
 
 COMMANDS = {
     "run": (["-m", "tidekv", "run"], "serve a workload with a prefill and a decode worker, and compare"),
-    "test": (["-m", "pytest"], "run the tests in parallel; --all: slow ones as well; PATH…: these, in one process"),
+    "test": (["-m", "pytest"], "run the tests in parallel; --all: slow, thorough too; PATH…: these, in one process"),
     "check": ([], "run the lint and type checks, and look for known holes of dependencies"),
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run all tests or PATH…; print what branches they take"),
     "fuzz": (["-m", "tests.fuzz"], "feed damaged frames, handshakes and parameters for a minute; --seconds N: for N"),
@@ -68,15 +68,16 @@ def set_up(extra: str = "dev", *, newest: bool = False) -> None:
 def pytest_arguments(arguments: list[str], *, everything: bool = False) -> list[str]:
     """Return the arguments of pytest for those of `test`.
 
-    Without a path: the tests that are not marked slow, or all with --all, in two processes per core, since many tests
-    wait for other processes. With paths: what they name, in one process. Options of pytest come last and win.
+    Without a path: the tests that are not marked slow or thorough, or all with --all, in two processes per core, since
+    many tests wait for other processes. With paths: what they name, in one process. Options of pytest come last and
+    win.
     """
     rest = [word for word in arguments if word != "--all"]
     paths = [Path(word.partition("::")[0]).resolve() for word in rest if not word.startswith("-")]
     if any(path.is_relative_to(ROOT / "tests") and path.exists() for path in paths):
         return rest
     workers = min(2 * len(os.sched_getaffinity(0)), WORKERS_MAX)
-    tier = [] if everything or "--all" in arguments else ["-m", "not slow"]
+    tier = [] if everything or "--all" in arguments else ["-m", "not slow and not thorough"]
     return ["-n", str(workers), "--dist", "worksteal", *tier, *rest]
 
 

@@ -17,7 +17,7 @@ from tools import environment
 
 CORES = len(os.sched_getaffinity(0))
 IN_PARALLEL = ["-n", str(min(2 * CORES, dev.WORKERS_MAX)), "--dist", "worksteal"]
-DEFAULT = ["-m", "not slow"]
+DEFAULT = ["-m", "not slow and not thorough"]
 PATH = str(dev.ROOT / "tests" / "test_dev.py")
 
 
