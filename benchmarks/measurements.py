@@ -195,6 +195,12 @@ MEASUREMENTS: dict[str, Measurement] = {
         ],
         read=read_storage,
     ),
+    "storage_hits": Measurement(
+        program="benchmarks.storage_hits",
+        budget_s=240,
+        arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
+        recording=SESSIONS,
+    ),
     "engine": Measurement(
         program="benchmarks.engine",
         budget_s=240,

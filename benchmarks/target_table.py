@@ -94,6 +94,8 @@ TARGETS: tuple[Target, ...] = (
            measurement="latency", figure="keys.hashed", at_most=1.1),
     Target(name="keys.exists", asks="existence of a key, in batches of 1,000", unit="µs",
            measurement="storage", figure="exists", at_most=0.3),
+    Target(name="storage.hits", asks="hits of a full `file:` store over those of an optimal one of its size, agents",
+           unit="%", measurement="storage_hits", figure="hits", at_least=95),
     Target(name="engine.cpu", asks="CPU a request, 256 in flight, 4k prompts, half cached", unit="µs",
            measurement="engine", figure="engine.256", at_most=400),
     Target(name="engine.in_flight", asks="CPU a request at 4,096 in flight, over that at 256, collector as advised",

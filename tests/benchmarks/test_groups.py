@@ -25,7 +25,7 @@ from tests.support.waits import LIMIT_S
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
     "user": {"run", "planner", "first_rounds", "policies", "modeled", "paper", "sessions"},
-    "parts": {"index", "keys", "engine", "transfer", "restore", "checksums", "cuda", "scaling"},
+    "parts": {"index", "keys", "engine", "transfer", "restore", "storage", "checksums", "cuda", "scaling"},
 }
 
 
