@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support import limits, warm_python
@@ -42,6 +43,11 @@ from tidekv.transports.loopback import LoopbackNetwork
 ROOT = Path(__file__).resolve().parent.parent
 # Processes that tests start find tests.support as the tests do. A fork server reads its path from the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+# On small tensors torch's threads wait for each other longer than they compute: half of the time of a test. Children
+# read it from the environment.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The only profile: how long an example takes depends on what else the machine does.
 settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.threads import one_torch_thread
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover, page_runs
 from tidekv.backends.copies.cuda import StagedCloner
@@ -43,12 +41,6 @@ GROUPS = PageLayout.of(
     indexer=ODD_OF_FOUR,
 )
 PAGES = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_tensors() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 class Gate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from demo import model as paged
-from tests.support.threads import one_torch_thread
 from tidekv.engine.cli.main import app
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
@@ -21,9 +20,8 @@ SHAPE = paged.ModelShape()
 
 
 @pytest.fixture(scope="module")
-def llama() -> Iterator[paged.Llama]:
-    with one_torch_thread():
-        yield paged.build_llama(SHAPE)
+def llama() -> paged.Llama:
+    return paged.build_llama(SHAPE)
 
 
 def pool(pages: int, page_size: int, shape: paged.ModelShape = SHAPE) -> Any:  # A stand-in with only k and v.

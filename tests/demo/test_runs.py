@@ -22,7 +22,6 @@ from demo.prefix_pages import PrefixPages
 from demo.trace_run import TraceRun
 from demo.traces import read_trace
 from tests.support.configs import engine_config
-from tests.support.threads import one_torch_thread
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -50,9 +49,8 @@ WORKLOAD = make_workload(
 
 
 @pytest.fixture(scope="module")
-def llama() -> Iterator[paged.Llama]:
-    with one_torch_thread():
-        yield paged.build_llama(SHAPE)
+def llama() -> paged.Llama:
+    return paged.build_llama(SHAPE)
 
 
 @pytest.fixture

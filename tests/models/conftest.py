@@ -21,7 +21,6 @@ from tests.support.configs import engine_config
 from tests.support.group_model import GroupModel, choices
 from tests.support.model_pools import ModelPools, Places, layout_of_rank
 from tests.support.speculation import Answer
-from tests.support.threads import one_torch_thread
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_GROUP, together
 from tidekv import (
     ComponentPools,
@@ -49,12 +48,6 @@ SPARE_TOKENS = 8
 LONGEST = 120
 """Tokens of the longest prompt with its answer: a window of that length keeps KV of all of them."""
 FLUSHES: dict[str, tuple[str, ...]] = {"l1": (), "l2": ("l1",), "l3": ("l1", "l2")}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def small_tensors() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 class Runner(Protocol):

@@ -18,7 +18,6 @@ import pytest
 
 from demo.model import ModelShape, build_llama, generate_in_one_process
 from tests.support import warm_python
-from tests.support.threads import one_torch_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -162,7 +161,7 @@ def service(shared: Shared) -> Service:
 
 
 @pytest.fixture(scope="module")
-def generate() -> Iterator[Any]:
+def generate() -> Any:
     """`generate(prompt, count)`: what transformers' own generate() makes of a prompt, in this process."""
     llama = build_llama(ModelShape(vocab_size=256))
 
@@ -170,6 +169,4 @@ def generate() -> Iterator[Any]:
         tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         return generate_in_one_process(llama, tokens, count)
 
-    # Several threads would spin for the cores that the service computes on.
-    with one_torch_thread():
-        yield run
+    return run

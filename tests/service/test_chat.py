@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from demo.model import ModelShape, build_llama
 from examples.service.model import ByteTokenizer
 from examples.service.phrases import ANSWER, Phrases
 from tests.support.page_looks import PHONE_WIDTH, check_looks
-from tests.support.threads import one_torch_thread
 from tools.browser import find_browser, opened_page
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ Messages = list[dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def reply() -> Iterator[Callable[[Messages], str]]:
+def reply() -> Callable[[Messages], str]:
     """`reply(messages)`: the answer by transformers' own generate() in this process, restricted to the phrases."""
     llama = build_llama(ModelShape(vocab_size=256))
 
@@ -56,8 +55,7 @@ def reply() -> Iterator[Callable[[Messages], str]]:
             )
         return bytes(out[0, len(prompt) :].tolist()).rstrip(b"\0").decode()
 
-    with one_torch_thread():
-        yield run
+    return run
 
 
 def ask(service: Any, messages: Messages, **options: object) -> Any:

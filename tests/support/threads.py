@@ -1,14 +1,10 @@
-"""Threads of this process: those that were not there before, and one for torch."""
+"""Threads of this process: those that were not there before."""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 
 from tidekv.engine.poller import PollerThread
 
@@ -37,14 +33,3 @@ def started() -> PollerThread:
     poller = PollerThread()
     poller.start()
     return poller
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Let torch compute on one thread: for small tensors, threads wait for each other longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
