@@ -8,6 +8,7 @@ idle neither of them runs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import sysconfig
 import threading
@@ -28,6 +29,7 @@ CLOSE_S = 5.0
 OF_ONE_CALLBACK: Final = ("_run", "_run_once")
 """Functions of asyncio whose frames end with a callback; uvloop has none."""
 NOWHERE: Final = "no Python code of a callback: the process was not scheduled, or C code ran"
+COLLECTED: Final = "a full collection of Python's garbage collector"
 BEATS_PER_LIMIT = 5
 """Time stamps per limit. A stall is detected with an error of at most one interval between them."""
 _STANDARD_LIBRARY: Final = sysconfig.get_path("stdlib")
@@ -41,7 +43,7 @@ class LoopStall:
     seconds: float
     where: str
     """`file:line function` of the innermost frame of a callback outside of the standard library; "" if there is none:
-    the process was not scheduled, or only C code ran.
+    the process was not scheduled, or only C code ran. COLLECTED is in front if one ended meanwhile, in any thread.
     """
     stack: str
 
@@ -70,6 +72,7 @@ class Watchdog:
         self._below: FrameType | None = None
         """The frame that runs the loop; frames further out are those of the program that runs it."""
         self._beat_at_s = 0.0
+        self._collections = full_collections()
         self._busy = threading.Event()
         self._closed = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -137,11 +140,18 @@ class Watchdog:
         late_s = now_s - self._beat_at_s
         if self._on_end is not None and late_s > self._limit_s:
             beat_at_s, where = self._seen
-            self._on_end(now_s, late_s, where if beat_at_s == self._beat_at_s else "")
+            # The thread may have had no chance to look: a collection keeps the interpreter's lock.
+            self._on_end(now_s, late_s, where if beat_at_s == self._beat_at_s else self._with_collection(""))
 
     def _set_beat(self, now_s: float) -> None:
-        self._beat_at_s = now_s
+        self._beat_at_s, self._collections = now_s, full_collections()
         self._timer = self._loop.call_later(self._limit_s / BEATS_PER_LIMIT, self._beat)
+
+    def _with_collection(self, where: str) -> str:
+        # A collection begins at whatever allocates next: that place alone would blame code that takes no time.
+        if full_collections() == self._collections:
+            return where
+        return f"{COLLECTED}, in {where}" if where else COLLECTED
 
     def _watch(self) -> None:
         # Plain attributes without a lock: a stale read delays a report by one interval, and nothing else.
@@ -156,13 +166,19 @@ class Watchdog:
     def _note(self, seconds: float, beat_at_s: float) -> None:
         frame = sys._current_frames().get(self._loop_thread)
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
-        stall = LoopStall(seconds=seconds, where="" if frame is None else _place(frame, self._below), stack=stack)
+        where = self._with_collection("" if frame is None else _place(frame, self._below))
+        stall = LoopStall(seconds=seconds, where=where, stack=stack)
         self._seen = (beat_at_s, stall.where)
         self.stalls += 1
         LOG.warning("the event loop stalls", stalled_ms=round(seconds * 1e3), where=stall.where or NOWHERE)
         LOG.debug("stack of the stalled event loop", stack=stack)
         if self._report is not None:
             self._report(stall)
+
+
+def full_collections() -> int:
+    """Return how many full collections of Python's garbage collector have ended in this process."""
+    return int(gc.get_stats()[2]["collections"])
 
 
 def _place(innermost: FrameType, below: FrameType | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
@@ -61,6 +62,31 @@ async def test_a_stall_is_one_line_with_its_place_and_the_stack_is_at_debug_leve
     (stack, *_) = (record for record in caplog.records if "stack of the stalled" in record.getMessage())
     assert stack.levelname == "DEBUG"
     assert "stall_the_loop" in stack.getMessage()
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen by the thread", "over before the thread looked"])
+async def test_a_collection_of_garbage_is_named_and_not_only_what_it_interrupted(is_seen: bool) -> None:
+    seen = threading.Event()
+    ends: list[str] = []
+    watchdog = Watchdog(
+        limit_s=0.02 if is_seen else 0.0, report=lambda _: seen.set(), on_end=lambda _, __, where: ends.append(where)
+    )
+    if is_seen:
+        watchdog.start()
+        watchdog.set_busy(True)
+        gc.collect()
+        stall_the_loop(seen)
+        watchdog.set_busy(False)
+        assert ends == [
+            f"{module.COLLECTED}, in {__file__}:{stall_the_loop.__code__.co_firstlineno + 1} stall_the_loop"
+        ]
+    else:
+        watchdog._loop = asyncio.get_running_loop()
+        watchdog.set_busy(True)
+        gc.collect()
+        watchdog.set_busy(False)
+        assert ends == [module.COLLECTED]
+    watchdog.close()
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
