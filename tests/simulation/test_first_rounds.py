@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from struct import pack
 
 import pytest
 
+from tests.support.thorough import thorough_beyond
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
@@ -16,6 +18,8 @@ from tidekv.states.settings import CoreSettings
 PAGE = 16
 LINK_PAGE_S = 0.0002 * PAGE
 ROUNDS = 4
+SPEEDS = (50.0, 4.0, 0.25, 0.05)
+"""Of storage, as multiples of the link's."""
 
 
 class Source:
@@ -148,11 +152,18 @@ def rounds(policy: str, *, tokens: int, at_once: int, storage_page_s: float, sta
     return tuple(means)
 
 
-@pytest.mark.parametrize("speed", [50.0, 4.0, 0.25, 0.05], ids=lambda speed: f"storage x {speed}")
-@pytest.mark.parametrize("at_once", [1, 4])
-@pytest.mark.parametrize("tokens", [256, 512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize(
+    ("tokens", "at_once", "speed"),
+    thorough_beyond(
+        [
+            *((tokens, at_once, speed) for tokens in (256, 2048) for at_once in (1, 4) for speed in SPEEDS),
+            *((512, 1, 4.0), (1024, 4, 0.25), (4096, 1, 0.05), (8192, 4, 4.0), (8192, 1, 0.25)),
+        ],
+        product([256, 512, 1024, 2048, 4096, 8192], [1, 4], SPEEDS),
+    ),
+)
 def test_from_the_second_round_on_the_default_is_near_the_better_of_always_and_never(
-    speed: float, tokens: int, at_once: int
+    tokens: int, at_once: int, speed: float
 ) -> None:
     prompts, page_s = {"tokens": tokens, "at_once": at_once}, LINK_PAGE_S / speed
     never = rounds("never", **prompts, storage_page_s=0.0)
@@ -161,11 +172,18 @@ def test_from_the_second_round_on_the_default_is_near_the_better_of_always_and_n
         assert default[number] <= 1.2 * min(always[number], never[number]), (number, always, never, default)
 
 
-@pytest.mark.parametrize("stall_s", [0.1, 0.3, 0.5])
-@pytest.mark.parametrize("at_once", [1, 4])
-@pytest.mark.parametrize("tokens", [256, 1024, 4096, 8192])
+@pytest.mark.parametrize(
+    ("tokens", "at_once", "stall_s"),
+    thorough_beyond(
+        [
+            *((256, at_once, stall_s) for at_once in (1, 4) for stall_s in (0.1, 0.3, 0.5)),
+            *((1024, 1, 0.1), (1024, 4, 0.3), (4096, 1, 0.5), (8192, 4, 0.3)),
+        ],
+        product([256, 1024, 4096, 8192], [1, 4], [0.1, 0.3, 0.5]),
+    ),
+)
 def test_a_first_query_and_a_first_read_that_stall_cost_no_later_round(
-    stall_s: float, tokens: int, at_once: int
+    tokens: int, at_once: int, stall_s: float
 ) -> None:
     # The shorter stalls leave storage faster than prefill, but so little that plans would share pages out to both.
     arguments = {"tokens": tokens, "at_once": at_once, "storage_page_s": LINK_PAGE_S / 16}

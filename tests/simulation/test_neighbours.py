@@ -22,19 +22,40 @@ from tidekv.states.storage.taken_prompts import TakenPrompts
 from tidekv.states.types import page_ids
 
 SEEDS = range(1, 31)
+FIRST_SEEDS = {
+    (1, "a_share_holds_nothing"): 8,
+    (1, "a_late_peer_gives_its_host_pages_back_at_once"): 4,
+    (2, "a_late_peer_gives_its_host_pages_back_at_once"): 3,
+    (1, "a_share_never_ends"): 14,
+    (1, "what_a_peer_did_not_send_counts"): 2,
+    (2, "what_a_peer_did_not_send_counts"): 2,
+    (1, "what_a_worker_did_not_hand_over_counts"): 15,
+    (2, "what_a_worker_did_not_hand_over_counts"): 6,
+}
+"""Where the search for a bug begins, by the number of ranks: runs of these seeds find it soon."""
+WAYS = (
+    "peer_fetches",
+    "peer_fetches_late",
+    "peer_pages_short",
+    "pages_shared",
+    "peer_pages_declined",
+    "pages_handed",
+    "pages_taken",
+)
 
 
 def test_runs_with_other_workers_have_every_kind_of_their_faults_and_no_violation() -> None:
     counted, struck = Counter[str](), Counter[str]()
-    for seed in SEEDS:
+    of_one_rank = OF_NEIGHBOURS - OF_RANKS_OF_NEIGHBOURS
+    # The seeds that have most kinds of faults; the search goes on from there.
+    for seed in (3, 17, 11, 2, 4, 8, *range(18, 31)):
         report = simulate(seed, 60, neighbours=True, always_components=seed % 3 == 0, lends=seed % 4 == 0)
         counted.update(report.counters)
         struck.update(report.faults)
-    of_one_rank = OF_NEIGHBOURS - OF_RANKS_OF_NEIGHBOURS
+        if all(struck[name] for name in of_one_rank) and all(counted[name] for name in WAYS):
+            break
     assert set(FAULTS) >= OF_NEIGHBOURS and {name for name in OF_NEIGHBOURS if struck[name]} == of_one_rank, struck
-    for name in ("peer_fetches", "peer_fetches_late", "peer_pages_short", "pages_shared", "peer_pages_declined"):
-        assert counted[name], name
-    assert counted["pages_handed"] and counted["pages_taken"]
+    assert all(counted[name] for name in WAYS), counted
 
 
 def test_several_ranks_have_other_workers_of_as_many_and_all_kinds_of_their_faults() -> None:
@@ -42,30 +63,32 @@ def test_several_ranks_have_other_workers_of_as_many_and_all_kinds_of_their_faul
     rates = {**dict.fromkeys(OF_NEIGHBOURS, 0.1), "rank_lags": 0.1, "rank_dies": 0.01, "host_page_is_flipped": 0.02}
     # Few offers get as far.
     rates["neighbour_takes_nothing"] = 0.3
-    for seed in range(1, 7):
+    for seed in (2, 3, 6, 5, 4, 1):
         report = simulate(seed, 60, rates, ranks=2 + seed % 2, neighbours=True, lends=seed % 4 == 0)
         counted.update(report.counters)
         struck.update(report.faults)
+        if all(struck[name] for name in rates) and all(counted[name] for name in WAYS):
+            break
     assert {name for name in rates if struck[name]} == set(rates), struck
-    for name in ("peer_fetches", "peer_fetches_late", "peer_pages_short", "pages_shared", "peer_pages_declined"):
-        assert counted[name], name
-    assert counted["pages_handed"] and counted["pages_taken"]
+    assert all(counted[name] for name in WAYS), counted
 
 
 def test_the_same_seed_is_the_same_run_and_without_them_it_is_another() -> None:
-    seed = next(seed for seed in SEEDS if simulate(seed, 40, neighbours=True).counters["peer_fetches"])
-    first, second = simulate(seed, 40, neighbours=True), simulate(seed, 40, neighbours=True)
-    assert first == second != simulate(seed, 40)
-    assert not any(simulate(seed, 40).faults.get(name) for name in OF_NEIGHBOURS)
+    seed = 2
+    first, second, alone = simulate(seed, 40, neighbours=True), simulate(seed, 40, neighbours=True), simulate(seed, 40)
+    assert first.counters["peer_fetches"]
+    assert first == second != alone
+    assert not any(alone.faults.get(name) for name in OF_NEIGHBOURS)
 
 
 def test_every_seed_of_a_campaign_that_asks_for_other_workers_has_them() -> None:
     for seed in SEEDS:
         assert all(shape.has_neighbours for shape in shapes_of(seed, 100, neighbours=True))
         assert {shape.ranks > 1 for shape in shapes_of(seed, 100, neighbours=True)} == {False, True}
-    seeds_without_peers = [seed for seed in SEEDS if not simulate(seed, 25, neighbours=True).counters["pages_shared"]]
+    seeds = SEEDS[:8]
+    seeds_without_peers = [seed for seed in seeds if not simulate(seed, 25, neighbours=True).counters["pages_shared"]]
     # A short run may end before a prompt is in host memory.
-    assert len(seeds_without_peers) < len(SEEDS) / 2, seeds_without_peers
+    assert len(seeds_without_peers) < len(seeds) / 2, seeds_without_peers
 
 
 def test_some_seeds_of_a_campaign_have_other_workers() -> None:
@@ -148,7 +171,8 @@ BUGS = (
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bug_in_the_sharing_is_found(ranks: int, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch) -> None:
     plant(monkeypatch)
-    for seed in range(1, 61):
+    first = FIRST_SEEDS.get((ranks, plant.__name__), 1)
+    for seed in range(first, first + 60):
         try:
             simulate(seed, 120, ranks=ranks, neighbours=True)
         except SimulationFailed:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from simulation import policies
+from tests.support.thorough import thorough_beyond
 from tidekv.states.loads import loads
 from tidekv.states.request import plan_fetches, restore
 
@@ -28,7 +29,7 @@ def _always_soonest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WORLD, "draw_policy", soonest)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", thorough_beyond((1, 2), range(6)))
 def test_a_run_ends_well(seed: int) -> None:
     report = SIMULATE.simulate(seed, 150)
     assert report.ends["READY"] > 30
@@ -47,5 +48,5 @@ def test_a_run_ends_well_where_every_fetch_is_given_up_that_the_transfer_outruns
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loads, "fetches_to_keep", lambda fetches, link: 0)
-    counters = [SIMULATE.simulate(seed, 150, ["fetch_is_late"]).counters for seed in (5, 7, 10, 23, 24, 30)]
-    assert sum(one.get("l3_fetches_cut", 0) for one in counters) > 0
+    seeds = (7, 10, 23, 24, 30, 5)
+    assert any(SIMULATE.simulate(seed, 150, ["fetch_is_late"]).counters.get("l3_fetches_cut", 0) for seed in seeds)
