@@ -16,9 +16,8 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-from tests.support import limits, warm_python
+from tests.support import limits, thorough, warm_python
 from tests.support.configs import engine_config
 from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_STORE
@@ -49,10 +48,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# The only profile: how long an example takes depends on what else the machine does.
-settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tidekv")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     limits.add_options(parser)
@@ -60,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(limits.TimeLimits(config), "tidekv-limits")
+    thorough.load_profile(config.getoption("markexpr"))
     if config.getoption("numprocesses", None):
         # While the workers collect, so that no test waits for its imports.
         threading.Thread(target=warm_python.executable, daemon=True).start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.conversations import (
@@ -21,6 +21,7 @@ from demo.conversations import (
 )
 from demo.link import LARGE_MODEL
 from demo.phase import reusable_tokens
+from tests.support.thorough import examples
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
@@ -50,7 +51,7 @@ def run(workload: Workload) -> dict[str, tuple[list[int], list[int]]]:
     return said
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(OPTIONS)
 def test_every_turn_comes_once_behind_what_it_needs(options: WorkloadOptions) -> None:
     workload = make_workload(options)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from demo.prefix_pages import PrefixPages, PromptPages
+from tests.support.thorough import examples
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.states.errors import InvalidRequest
 
@@ -78,7 +78,7 @@ class PrefixPagesMachine(RuleBasedStateMachine):
 
 
 TestPrefixPages = PrefixPagesMachine.TestCase
-TestPrefixPages.settings = settings(max_examples=120, stateful_step_count=30)
+TestPrefixPages.settings = examples(120, stateful_step_count=30)
 
 
 def test_kept_pages_are_dropped_least_recently_used_first() -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thorough import examples
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.layout import KVLayout
@@ -107,7 +108,7 @@ def test_a_wrong_page_is_found(damage: Callable[[DevicePool, list[int]], None]) 
     assert synthetic.verify(pages, digests) == [3]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_one_flipped_bit_anywhere_is_found(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(LAYOUTS))

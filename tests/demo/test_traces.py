@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.blocks import TraceOptions, TraceRequest
 from demo.phase import reusable_tokens
 from demo.traces import read_trace, trace_format
+from tests.support.thorough import examples
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 Json = dict[str, Any]  # Records as they are written to a file.
@@ -201,7 +202,7 @@ def recoded(whole: Json) -> Json:
     return {**whole, "requests": requests}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(whole=agent_sessions(), scale=st.sampled_from([1.0, 0.5, 1 / 8, 1 / 64]), beginnings=st.booleans())
 def test_both_forms_and_any_scale_keep_equal_blocks_equal(
     tmp_path_factory: pytest.TempPathFactory, whole: Json, scale: float, beginnings: bool

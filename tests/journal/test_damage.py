@@ -6,15 +6,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.support.thorough import examples
 from tidekv import JournalDamaged, JournalRefused, ReplayDiverged, Replayer
 from tidekv.engine.journal.format import SUFFIX_BYTES, write_lines
 from tidekv.engine.journal.reader import JournalReader
 
 TURN_EVENTS = 5
-HERE = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+HERE = examples(120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture

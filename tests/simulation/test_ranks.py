@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation import SimulationFailed, prefill, simulate
@@ -15,20 +15,21 @@ from simulation.campaign import run_campaign
 from simulation.faults import FAULTS, OF_RANKS
 from simulation.simulate import draw_settings
 from simulation.votes import Member
+from tests.support.thorough import examples
 from tidekv.states import events
 from tidekv.states.errors import RanksDiverged
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.ranks import agreement, call_votes
 
 
-@settings(max_examples=5)
+@examples(15)
 @given(seed=st.integers(0, 2**31), ranks=st.integers(2, 8))
 def test_ranks_with_faults_of_their_own_take_the_same_events(seed: int, ranks: int) -> None:
     report = simulate(seed, 12, ranks=ranks)
     assert sum(report.ends.values()) >= 12
 
 
-@settings(max_examples=5)
+@examples(15)
 @given(seed=st.integers(0, 2**31), ranks=st.integers(2, 8))
 def test_ranks_restore_equal_parts_into_pages_that_each_lends(seed: int, ranks: int) -> None:
     report = simulate(seed, 12, ranks=ranks, lends=True)

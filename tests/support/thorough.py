@@ -1,4 +1,4 @@
-"""Which combinations of values only `test --all` tries."""
+"""Which combinations of values, and how many examples of hypothesis, only `test --all` tries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+ALL, FEW = "tidekv", "tidekv-few"
+"""Profiles of hypothesis: of `test --all`, and of the default tier, which has a third of the examples."""
+
+
+def load_profile(marks: str) -> None:
+    """Load the profile for a run that selects tests by this expression of marks."""
+    # How long an example takes depends on what else the machine does.
+    settings.register_profile(ALL, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(FEW, settings.get_profile(ALL), max_examples=33)
+    settings.load_profile(FEW if "not thorough" in marks else ALL)
+
+
+def examples(count: int, **fields: Any) -> settings:  # Any: as in `settings`.
+    """Return settings of `count` examples, of which the default tier tries a third, others in each run."""
+    share = settings().max_examples / settings.get_profile(ALL).max_examples
+    return settings(max_examples=max(1, round(count * share)), **fields)
 
 
 def thorough_beyond(chosen: Container[Any], values: Iterable[Any]) -> list[Any]:  # Any: as pytest.mark.parametrize.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
 from tests.states.backup.test_write_back import back_rig, turn
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 
 TO = "new:7100"
@@ -244,7 +245,7 @@ def test_lent_pages_are_handed_from_the_host() -> None:
     assert report(rig) == (4, 0, 0, 0, "")
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(st.text("abc", min_size=1, max_size=7), min_size=1, max_size=8),
     st.sampled_from(("through", "back")),

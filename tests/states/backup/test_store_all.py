@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
@@ -23,6 +23,7 @@ from tests.support.raise_stories import (
     store_all_stored,
 )
 from tests.support.rigs import change
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 
 STORING = (store_all, store_all_copied, store_all_stored, store_all_late)
@@ -335,7 +336,7 @@ def _unaudited(rig: Rig, kind: type[events.Event], **fields: object) -> list[com
     return wishes
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(st.text("abc", min_size=1, max_size=7), min_size=1, max_size=8),
     st.sampled_from(("through", "back", "selective")),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from simulation.rig import Rig, ids
 from tests.support.rigs import change
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 
 
@@ -398,7 +398,7 @@ class WrittenBack(RuleBasedStateMachine):
         assert self.rig.core.is_idle, self.rig.core.statistics()
 
 
-WrittenBack.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+WrittenBack.TestCase.settings = examples(60, stateful_step_count=30)
 TestWrittenBack = WrittenBack.TestCase
 
 

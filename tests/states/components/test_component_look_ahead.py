@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig, ids
@@ -22,6 +22,7 @@ from tests.support.component_stories import (
     window,
 )
 from tests.support.rigs import extended, tails_of
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.components.look_ahead import ComponentLookAhead
@@ -328,7 +329,7 @@ POSITIONS = st.sets(st.integers(0, 7))
     budget=st.sampled_from((1, 3, 100)),
     ended=st.sampled_from(("none", "some", "all")),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_look_ahead_changes_when_bytes_are_read_and_never_which_ones(
     on_host: int,
     in_storage: int,

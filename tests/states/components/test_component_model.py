@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
+from tests.support.thorough import examples
 from tidekv.states.component_specs import Component
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
@@ -361,4 +361,4 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
 
 TestComponentsAgainstModel = ComponentsAgainstModel.TestCase
-TestComponentsAgainstModel.settings = settings(max_examples=80, stateful_step_count=40)
+TestComponentsAgainstModel.settings = examples(80, stateful_step_count=40)

@@ -4,7 +4,7 @@ window and state. Prefill writes its part of the tails until it reports its last
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -12,6 +12,7 @@ from simulation.memory import Contents, SimulatedPool
 from simulation.rig import Rig
 from tests.support.component_stories import state, window
 from tests.support.core_machine import CoreMachine, Sending
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.pages.page_pool import PageState
@@ -316,7 +317,5 @@ class ComponentsMachine(CoreMachine):
             assert all(pool.is_quiet for pool in self.pools.values())
 
 
-ComponentsMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck)
-)
+ComponentsMachine.TestCase.settings = examples(80, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 TestComponents = ComponentsMachine.TestCase

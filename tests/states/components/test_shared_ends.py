@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
 from tests.support.component_stories import cached, device_pages, raise_at_promises, state, window
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.components.shared_ends import SharedEndCopy
@@ -486,7 +487,7 @@ class Play:
     users=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(("none", *LEAVES, "copy fails"))), max_size=8),
     page_size=st.sampled_from((1, 2, 4)),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_each_end_is_sent_as_often_as_a_naive_model_counts(users: list[tuple[int, str]], page_size: int) -> None:
     # The naive model: the requests of one end wait in line. Prefill sends it to the first of them, and again to the
     # next one if the first leaves. If it does not, all others have it then, except those whose copy fails.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
 from tests.support.component_stories import ready_with, state, window
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 
@@ -80,7 +81,7 @@ TIERS_OF = st.fixed_dictionaries({"device": POSITIONS, "host": POSITIONS, "stora
     width=st.integers(1, 9),
     prompt_tokens=st.integers(1, 17),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_any_holes_leave_the_full_kv_as_without_components_and_tails_come_from_the_nearest_tier(
     lengths: tuple[int, int, int], holes: dict[str, dict[str, set[int]]], width: int, prompt_tokens: int
 ) -> None:

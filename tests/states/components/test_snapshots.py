@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, finish, ready_with, recompute_order, rig_with, state
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
@@ -247,7 +248,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(bytes
     ),
     bound=st.integers(0, 4),
 )
-@settings(max_examples=150)
+@examples(150)
 def test_any_prompts_continue_from_a_snapshot_that_a_policy_has_kept(
     prompts: list[bytes], policy: SnapshotPolicy, bound: int
 ) -> None:

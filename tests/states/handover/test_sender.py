@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.thorough import examples
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, SenderRoom, WriteJob
@@ -406,7 +407,7 @@ class Sending(RuleBasedStateMachine):
 
 
 TestSending = Sending.TestCase
-TestSending.settings = settings(max_examples=150, stateful_step_count=40)
+TestSending.settings = examples(150, stateful_step_count=40)
 
 
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 12))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.thorough import examples
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.types import page_ids
@@ -92,7 +92,7 @@ class Pools(RuleBasedStateMachine):
 
 
 TestPools = Pools.TestCase
-TestPools.settings = settings(max_examples=40, stateful_step_count=30)
+TestPools.settings = examples(40, stateful_step_count=30)
 
 
 def test_fresh_pool_hands_out_ascending_pages() -> None:

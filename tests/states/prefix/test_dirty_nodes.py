@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
+from tests.support.thorough import examples
 from tidekv.engine.kv_events.watcher import watch
 from tidekv.states import commands, events
 from tidekv.states.prefix.index import PrefixIndex
@@ -88,7 +89,7 @@ DEEDS = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(deeds=st.lists(DEEDS, min_size=1, max_size=14))
 def test_no_page_changes_in_a_node_that_was_not_touched(deeds: list[tuple[str, bytes, bool]]) -> None:
     rig = WatchedRig()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
+from tests.support.thorough import examples
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex, Receipt
 from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU
@@ -385,4 +385,4 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
-TestIndexAgainstModel.settings = settings(max_examples=80, stateful_step_count=40)
+TestIndexAgainstModel.settings = examples(80, stateful_step_count=40)

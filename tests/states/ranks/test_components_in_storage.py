@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.support.thorough import examples
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.types import FULL
@@ -84,8 +85,8 @@ def end_of(first: int, here: set[int]) -> int:
     return first
 
 
-@settings(
-    max_examples=100,
+@examples(
+    100,
     # The fixture is a class, and keeps nothing.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 
 from tests.support.core_machine import CoreMachine
+from tests.support.thorough import examples
 
-CoreMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=80, suppress_health_check=list(HealthCheck)
-)
+CoreMachine.TestCase.settings = examples(80, stateful_step_count=80, suppress_health_check=list(HealthCheck))
 TestCore = CoreMachine.TestCase
