@@ -255,7 +255,6 @@ async def _decode_worker(
         transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0", dials=["127.0.0.1:*"])
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             # As docs/operating.md advises: a full collection visits all that torch imports, for a quarter of a second.
-            gc.collect()
             gc.freeze()
             started_s = time.perf_counter()
             yield _Worker(engine, device)

@@ -9,6 +9,7 @@ parent closes the socket: the child closes its peer and ends. A child that ends 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -247,6 +248,8 @@ async def prefill_worker(
             components=components,
             on_room=worker.serve,
         ) as peer:
+            # As of the decode worker of main_job.
+            gc.freeze()
             yield peer, worker, pages
 
 

@@ -8,6 +8,7 @@ environment.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -82,6 +83,9 @@ async def serve(options: PrefillOptions) -> None:
             )
             worker.read_prefix = peer.read_prefix
         async with peer:
+            # A full collection would visit all that torch imports, and stop the loop for some tenths of a second.
+            gc.collect()
+            gc.freeze()
             print(peer.address, flush=True)
             await ended.wait()
 

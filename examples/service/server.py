@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -131,6 +132,9 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             )
             server = DrainingServer(config, worker, options)
             await prefill_worker.is_up.wait()
+            # A full collection would visit all that torch imports, and stop the loop for some tenths of a second.
+            gc.collect()
+            gc.freeze()
             # uvicorn sets these when it serves; a supervisor may stop the service as soon as it has read the address.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, server.handle_exit)
