@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -21,13 +21,8 @@ def find_browser() -> str | None:
 
 
 @contextmanager
-def opened_page(
-    url: str, *, width: int = 1200, height: int = 700, is_dark: bool = False, timeout_s: float = 60.0
-) -> Iterator[Page]:
-    """Open a page in a browser of its own, and close the browser at the end. `is_dark`: the user prefers dark colors.
-
-    Raises InvalidConfig if no browser is installed, and Playwright's errors if it does not respond within `timeout_s`.
-    """
+def opened_browser() -> Iterator[Browser]:
+    """Start a browser, and close it at the end. Raises InvalidConfig if none is installed."""
     executable = find_browser()
     if executable is None:
         raise InvalidConfig("no Chromium is installed: apt-get install chromium")
@@ -38,12 +33,34 @@ def opened_page(
         # Playwright's own Chromium is never downloaded. The sandbox needs user namespaces, which containers lack.
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         try:
-            scheme: Literal["dark", "light"] = "dark" if is_dark else "light"
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def opened_page(
+    url: str,
+    *,
+    browser: Browser | None = None,
+    width: int = 1200,
+    height: int = 700,
+    is_dark: bool = False,
+    timeout_s: float = 60.0,
+) -> Iterator[Page]:
+    """Open a page in `browser`, or in one of its own, and close it at the end. `is_dark`: the user prefers dark colors.
+
+    Raises InvalidConfig if no browser is installed, and Playwright's errors if it does not respond within `timeout_s`.
+    """
+    with opened_browser() if browser is None else nullcontext(browser) as used:
+        scheme: Literal["dark", "light"] = "dark" if is_dark else "light"
+        # Each has a context of its own: no cache, storage or cookie of another.
+        page = used.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        try:
             page.set_default_timeout(timeout_s * 1000)
             page.goto(url)
             # The page draws in an animation frame.
             page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
             yield page
         finally:
-            browser.close()
+            page.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidekv.engine.journal import Replayer
 from tidekv.engine.trace.page import html_page
@@ -16,6 +17,9 @@ from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.errors import InvalidRequest
 from tools.browser import opened_page
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 WIDTH, HEIGHT = 1280, 620
 SPANS = 4.0
 """Length of the time axis, in durations of the restore that is shown."""
@@ -23,8 +27,8 @@ ABOVE = 220
 """Pixels of other requests above the chosen one."""
 
 
-def take_picture(journal: Path, picture: Path, *, request_id: str | None = None) -> str:
-    """Write the picture and return the id of the request that is open in it.
+def take_picture(journal: Path, picture: Path, *, request_id: str | None = None, browser: Browser | None = None) -> str:
+    """Write the picture and return the id of the request that is open in it. `browser`: as in `opened_page`.
 
     Raises InvalidRequest if the journal does not contain the request, and the errors of reading a journal.
     """
@@ -37,7 +41,7 @@ def take_picture(journal: Path, picture: Path, *, request_id: str | None = None)
     with tempfile.TemporaryDirectory() as folder:
         page_path = Path(folder, "timeline.html")
         page_path.write_text(html)
-        with opened_page(page_path.as_uri(), width=WIDTH, height=HEIGHT) as page:
+        with opened_page(page_path.as_uri(), browser=browser, width=WIDTH, height=HEIGHT) as page:
             row = traces.all.index(chosen)
             start_s = chosen.arrived_at_s - min(request_trace.arrived_at_s for request_trace in traces.all)
             span_s = ((chosen.ended_at_s or traces.last_at_s) - chosen.arrived_at_s) * SPANS

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from tests.support.page_looks import PHONE_WIDTH, check_looks
+from tests.support.thorough import thorough_beyond
 from tidekv import Replayer
 from tidekv.engine.trace.bars import all_bars, one_request
 from tidekv.engine.trace.explain import explain
@@ -21,8 +25,11 @@ from tidekv.engine.trace.pool_use import PoolHistory, PoolUse
 from tidekv.engine.trace.request_traces import RequestTraces, read_request_traces
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest
-from tools.browser import find_browser, opened_page
+from tools.browser import find_browser, opened_browser, opened_page
 from tools.timeline_picture import HEIGHT, WIDTH, take_picture
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium")
 
@@ -40,6 +47,12 @@ PIXELS = """
 ROW = "({x: chart.getBoundingClientRect().left, y: chart.getBoundingClientRect().top + rows[%d].y - top_ + 8})"
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened_browser() as browser:
+        yield browser
+
+
 @pytest.fixture
 def request_traces(simulate) -> RequestTraces:
     return read_request_traces(Replayer(simulate(3, 30).path))
@@ -55,8 +68,10 @@ def written(request_traces: RequestTraces, tmp_path: Path) -> Path:
 
 
 @needs_browser
-def test_a_mouse_sees_opens_zooms_moves_and_closes(request_traces: RequestTraces, written: Path) -> None:
-    with opened_page(written.as_uri()) as page:
+def test_a_mouse_sees_opens_zooms_moves_and_closes(
+    request_traces: RequestTraces, written: Path, browser: Browser
+) -> None:
+    with opened_page(written.as_uri(), browser=browser) as page:
         seen = page.evaluate(PIXELS)
         # Teal for transfer, and no band before a request is chosen.
         assert seen.get("#1797a6", 0) > 20
@@ -104,9 +119,9 @@ def test_a_mouse_sees_opens_zooms_moves_and_closes(request_traces: RequestTraces
 
 @needs_browser
 def test_page_explains_its_colors_sorts_by_duration_and_shows_the_pools(
-    request_traces: RequestTraces, written: Path
+    request_traces: RequestTraces, written: Path, browser: Browser
 ) -> None:
-    with opened_page(written.as_uri()) as page:
+    with opened_page(written.as_uri(), browser=browser) as page:
         legend = page.inner_text("#legend")
         for kind in {work.kind for request_trace in request_traces.all for work in request_trace.works}:
             assert ACTIVITIES[kind] in legend
@@ -131,10 +146,14 @@ def test_page_explains_its_colors_sorts_by_duration_and_shows_the_pools(
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [1200, PHONE_WIDTH])
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_page_can_be_read_light_and_dark_and_on_a_phone(written: Path, is_dark: bool, width: int) -> None:
-    with opened_page(written.as_uri(), width=width, is_dark=is_dark) as page:
+@pytest.mark.parametrize(
+    ("is_dark", "width"),
+    thorough_beyond([(False, 1200), (True, PHONE_WIDTH)], product([False, True], [1200, PHONE_WIDTH])),
+)
+def test_page_can_be_read_light_and_dark_and_on_a_phone(
+    written: Path, browser: Browser, is_dark: bool, width: int
+) -> None:
+    with opened_page(written.as_uri(), browser=browser, width=width, is_dark=is_dark) as page:
         check_looks(page)
         # The canvas has no background of its own; the band behind the axis is the darkest or lightest of both modes.
         shade = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--shade').trim()")
@@ -168,8 +187,8 @@ def test_samples_of_pools_are_bounded_and_keep_peaks_and_pauses() -> None:
 
 
 @needs_browser
-def test_search_and_filter_choose_requests(request_traces: RequestTraces, written: Path) -> None:
-    with opened_page(written.as_uri()) as page:
+def test_search_and_filter_choose_requests(request_traces: RequestTraces, written: Path, browser: Browser) -> None:
+    with opened_page(written.as_uri(), browser=browser) as page:
         page.mouse.click(*page.evaluate("(({x, y}) => [x + 20, y + 10])(search.getBoundingClientRect())"))
         page.keyboard.insert_text("r2")
         named = [request_trace for request_trace in request_traces.all if "r2" in request_trace.request_id]
@@ -186,15 +205,17 @@ def test_search_and_filter_choose_requests(request_traces: RequestTraces, writte
 
 
 @needs_browser
-def test_address_with_the_id_of_a_request_opens_it(request_traces: RequestTraces, written: Path) -> None:
-    with opened_page(f"{written.as_uri()}#{request_traces.all[2].request_id}") as page:
+def test_address_with_the_id_of_a_request_opens_it(
+    request_traces: RequestTraces, written: Path, browser: Browser
+) -> None:
+    with opened_page(f"{written.as_uri()}#{request_traces.all[2].request_id}", browser=browser) as page:
         assert page.evaluate("panel.innerText").startswith(request_traces.all[2].request_id)
 
 
 @needs_browser
-def test_picture_for_the_docs_shows_an_open_request(simulate, tmp_path: Path) -> None:
+def test_picture_for_the_docs_shows_an_open_request(simulate, tmp_path: Path, browser: Browser) -> None:
     picture = tmp_path / "timeline.png"
-    shown = take_picture(simulate(3, 30).path, picture)
+    shown = take_picture(simulate(3, 30).path, picture, browser=browser)
     assert shown.startswith("r")
     image = Image.open(picture).convert("RGB")
     assert image.size == (WIDTH, HEIGHT)

@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from tests.support.page_looks import PHONE_WIDTH, check_looks
-from tools.browser import find_browser, opened_page
+from tools.browser import find_browser, opened_browser, opened_page
 from tools.diagrams import FOLDER, PALETTES, file_of, sources
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
@@ -77,6 +77,12 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened_browser() as browser:
+        yield browser
+
+
 def test_every_diagram_is_drawn_and_no_other() -> None:
     drawn = {file_of(source, palette) for source in sources() for palette in PALETTES}
     assert len(drawn) >= 4
@@ -112,6 +118,7 @@ def test_troubleshooting_covers_the_symptoms_that_are_asked_about() -> None:
         assert [symptom for symptom in symptoms if word in symptom], word
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 25
@@ -121,11 +128,12 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         assert "class=mermaid" not in page.read_text() and 'class="mermaid"' not in page.read_text()
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, PHONE_WIDTH])
-def test_pages_look_right(address: str, width: int, is_dark: bool) -> None:
-    with opened_page(f"{address}/", is_dark=is_dark) as page:
+def test_pages_look_right(address: str, browser: Browser, width: int, is_dark: bool) -> None:
+    with opened_page(f"{address}/", browser=browser, is_dark=is_dark) as page:
         elsewhere: list[str] = []
         page.on(
             "request",
