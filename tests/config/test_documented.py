@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
+from tidekv.engine.cli.main import app
+from tidekv.engine.cli.usage import run_app
 from tidekv.engine.config import Configuration
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.options import Option, all_options, section_types
@@ -37,6 +39,13 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
             **(environment or {}),
         },
     )
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, with its environment."""
+    code = run_app(app, arguments)
+    said = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, code, said.out, said.err)
 
 
 def test_the_page_is_written_from_the_code() -> None:
@@ -76,7 +85,9 @@ def test_the_schema_has_every_option_with_its_effect_and_default() -> None:
     assert set(root) == set(Configuration.__struct_fields__)
 
 
-def test_the_command_shows_checks_and_prints_the_schema(tmp_path: Path) -> None:
+def test_the_command_shows_checks_and_prints_the_schema(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "worker.toml"
     file.write_text('[engine.admission]\nqueue_max = 7\n[transport]\nsecret = "hush"\n')
     shown = run("config", "show", "--config", str(file), "--json", environment={"TIDEKV_ENGINE_PEER_ATTEMPTS": "3"})
@@ -88,25 +99,30 @@ def test_the_command_shows_checks_and_prints_the_schema(tmp_path: Path) -> None:
     assert set(found) == set(all_options())
     assert "hush" not in shown.stdout
     named = ("--set", "transport.name=[red]one", "--set", "prefill.listen=[::1]:7000")
-    table = run("config", "show", "--given", *named, environment={"TIDEKV_CONFIG": str(file)})
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TIDEKV_CONFIG", str(file))
+    table = run_here(capsys, "config", "show", "--given", *named)
+    monkeypatch.delenv("TIDEKV_CONFIG")
     assert "[red]one" in table.stdout
     assert "[::1]:7000" in table.stdout
     assert "engine.admission.queue_max" in table.stdout
     assert "engine.admission.ageing_s" not in table.stdout
-    good = run("config", "check", "--config", str(file))
+    good = run_here(capsys, "config", "check", "--config", str(file))
     assert (good.returncode, good.stdout.strip()) == (0, "ok: 2 options are given, the others have their defaults")
-    bad = run("config", "check", "--set", "engine.admission.queue_max=0", "--set", "cache.l1=lots")
+    bad = run_here(capsys, "config", "check", "--set", "engine.admission.queue_max=0", "--set", "cache.l1=lots")
     assert bad.returncode == 2
     assert [re.split("[ :]+", line)[1] for line in bad.stderr.splitlines()] == [
         "engine.admission.queue_max",
         "cache.l1",
     ]
-    assert json.loads(run("config", "schema").stdout) == json.loads(json.dumps(json_schema()))
+    assert json.loads(run_here(capsys, "config", "schema").stdout) == json.loads(json.dumps(json_schema()))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_worker_does_not_start_with_a_mistake_and_names_all(side: str) -> None:
-    found = run(side, "--set", "engine.admission.queue_max=0", "--page-size", "0", "--set", "engine.x.nothing=1")
+def test_a_worker_does_not_start_with_a_mistake_and_names_all(side: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_here(
+        capsys, side, "--set", "engine.admission.queue_max=0", "--page-size", "0", "--set", "engine.x.nothing=1"
+    )
     assert found.returncode == 2
     assert (
         "engine.admission.queue_max must be a whole number, 1 or more, not '0' (--set engine.admission.queue_max)"
@@ -114,6 +130,6 @@ def test_a_worker_does_not_start_with_a_mistake_and_names_all(side: str) -> None
     )
     assert "cache.page_size must be a whole number, 1 or more, not 0 (--page-size)" in found.stderr
     assert "there is no option 'engine.x.nothing'" in found.stderr
-    elsewhere = run(side, "--set", "engine.journal.path=/nowhere/run.journal")
+    elsewhere = run_here(capsys, side, "--set", "engine.journal.path=/nowhere/run.journal")
     assert elsewhere.returncode == 2
     assert "there is no directory /nowhere" in elsewhere.stderr

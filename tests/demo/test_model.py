@@ -53,12 +53,12 @@ def decode(model: paged.PagedModel, first: int, position: int, pages: Sequence[i
 def test_chunked_prefill_and_paged_decode_equal_generate(llama: paged.Llama, length: int) -> None:
     tokens = prompt(length, length)
     wanted = paged.generate_in_one_process(llama, tokens, 24)
-    for page_size in (1, 8, 16):
-        for chunk in (7, 16, 200):
-            model = paged.PagedModel(llama, pool(300, page_size))
-            pages = random.Random(page_size).sample(range(300), -(-(length + 24) // page_size))
-            first = prefill(model, tokens, pages, chunk)
-            assert decode(model, first, length, pages, 24) == wanted, (page_size, chunk)
+    # Chunks that end within pages, at their ends, and behind the prompt.
+    for page_size, chunk in ((1, 7), (8, 16), (8, 200), (16, 7), (16, 16)):
+        model = paged.PagedModel(llama, pool(300, page_size))
+        pages = random.Random(page_size).sample(range(300), -(-(length + 24) // page_size))
+        first = prefill(model, tokens, pages, chunk)
+        assert decode(model, first, length, pages, 24) == wanted, (page_size, chunk)
 
 
 def test_tokens_depend_on_the_whole_prompt_and_do_not_repeat(llama: paged.Llama) -> None:
@@ -74,7 +74,7 @@ def test_tokens_depend_on_the_whole_prompt_and_do_not_repeat(llama: paged.Llama)
 def test_a_damaged_page_changes_the_tokens(llama: paged.Llama) -> None:
     tokens = prompt(6, 128)
     wanted = paged.generate_in_one_process(llama, tokens, 32)
-    for damaged in (0, 3, 7):
+    for damaged in (0, 7):
         for damage in (lambda page: page.roll(1, 0), lambda page: page * 0):
             model = paged.PagedModel(llama, pool(16, 16))
             pages = list(range(15, 5, -1))

@@ -15,6 +15,7 @@ from simulation.components import draw_components
 from simulation.rig import Rig
 from simulation.simulate import draw_settings, with_components
 from simulation.world import World
+from tests.support.thorough import thorough_beyond
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.keys.namespaces import join_namespaces
 from tidekv.backends.keys.page_keys import PageKeys
@@ -222,7 +223,7 @@ def watched_world(seed: int, requests: int, *, jams: bool = False, components: i
 WITH_COMPONENTS = [seed for seed in range(1, 30) if draw_components(Random(f"components {seed}"), 1)]
 
 
-@pytest.mark.parametrize("seed", WITH_COMPONENTS[:6])
+@pytest.mark.parametrize("seed", thorough_beyond(WITH_COMPONENTS[:2], WITH_COMPONENTS[:6]))
 def test_a_router_knows_the_windows_and_records_there_are_whatever_happens(seed: int) -> None:
     router, _ = watched_world(seed, 60, components=seed, jams=seed % 2 > 0)
     stored = [event for event in router.published if isinstance(event, BlockStored)]
@@ -232,7 +233,7 @@ def test_a_router_knows_the_windows_and_records_there_are_whatever_happens(seed:
     assert any(isinstance(event, BlockRemoved) and event.group_idx for event in router.published)
 
 
-@pytest.mark.parametrize("seed", range(40, 52))
+@pytest.mark.parametrize("seed", thorough_beyond((40, 43, 45, 50), range(40, 52)))
 def test_a_router_knows_what_there_is_whatever_happens(seed: int) -> None:
     router, steps = watched_world(seed, 60)
     kinds = {type(event) for event in router.published}
