@@ -19,6 +19,7 @@ from tests.support.group_model import CausalModel, GroupModel
 from tests.support.model_pools import ModelPools
 from tests.support.prompts import drawn_prompt
 from tests.support.speculation import Answer, Speculation, dampen_later_layers, first_layers
+from tests.support.thorough import mark_rest, pairs
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import PageLayout
 
@@ -136,7 +137,10 @@ ENGINES = list(itertools.product([False, True], [False, True], [1, 2]))
 WITH_DRAFTS = [(*DRAFTS[number], *engine) for number, engine in zip([0, 0, 1, 2, 2, 1, 0, 1], ENGINES, strict=True)]
 
 
-@pytest.mark.parametrize(("draft_layers", "shift", "own_pages", "lent", "ranks"), WITH_DRAFTS)
+@pytest.mark.parametrize(
+    ("draft_layers", "shift", "own_pages", "lent", "ranks"),
+    mark_rest(WITH_DRAFTS, lambda layers, shift, *engine: {(layers, shift), *pairs(*engine)}),
+)
 async def test_accept_length_from_every_tier_equals_the_fresh_one(
     draft_layers: int, shift: int, own_pages: bool, lent: bool, ranks: int, make_rig: Any
 ) -> None:
@@ -150,7 +154,10 @@ def test_each_draft_meets_every_choice() -> None:
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS[1:], ids=IDS[1:])
+@pytest.mark.parametrize(
+    ("draft_layers", "shift"),
+    [pytest.param(*DRAFTS[1], id=IDS[1], marks=pytest.mark.thorough), pytest.param(*DRAFTS[2], id=IDS[2])],
+)
 async def test_accept_length_over_nixl_equals_the_fresh_one(draft_layers: int, shift: int, make_rig: Any) -> None:
     await check_every_tier(draft_layers, shift, make_rig, nixl=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from demo.model import ModelShape, build_llama, generate_in_one_process
 from tests.support.group_model import CausalModel, GroupModel, ScaledKV, filled
 from tests.support.model_pools import ModelPools
 from tests.support.prompts import drawn_prompt
+from tests.support.thorough import mark_rest, pairs
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
 
@@ -139,9 +141,13 @@ async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: Any
             assert torch.equal(asked.page_bytes, fresh.page_bytes)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("lent", [False, True], ids=["owned", "lent"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "lent", "ranks"),
+    mark_rest(
+        itertools.product(MODELS, [False, True], [1, 2]),
+        lambda name, *engine: {name, *pairs(*engine), (name, engine[1])},
+    ),
+)
 async def test_tokens_from_every_tier_equal_one_process(
     name: str, lent: bool, ranks: int, make_rig: Any, greedy: Any
 ) -> None:
@@ -149,7 +155,7 @@ async def test_tokens_from_every_tier_equal_one_process(
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "fp8"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.thorough), "fp8"])
 async def test_tokens_over_nixl_equal_one_process(name: str, make_rig: Any, greedy: Any) -> None:
     await check_every_tier(name, make_rig, greedy, nixl=True)
 

@@ -26,6 +26,7 @@ from tests.support.configs import engine_config
 from tests.support.group_model import CausalModel, choices, filled
 from tests.support.model_pools import ModelPools, Places
 from tests.support.prompts import drawn_prompt
+from tests.support.thorough import mark_rest, pairs
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_GROUP, together
 from tidekv import (
     ComponentPools,
@@ -556,13 +557,26 @@ async def check_every_tier(
             assert await restarted.ask(whole) == ({"l3": len(whole)}, second)
 
 
-MODELS = ["gemma3", "bamba", "falcon_h1", "qwen3_next", "gemma3_windows", "mamba2"]
+KINDS = {
+    "gemma3": "window",
+    "bamba": "state",
+    "falcon_h1": "state",
+    "qwen3_next": "state",
+    "gemma3_windows": "window",
+    "mamba2": "state",
+}
+"""What models have; "gemma3_windows" and "mamba2" without full KV."""
+MODELS = [*KINDS]
 MODES: list[DeviceMode] = ["owned", "lent"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("device_mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "device_mode", "ranks"),
+    mark_rest(
+        itertools.product(MODELS, MODES, [1, 2]),
+        lambda name, *engine: {name, *pairs(*engine), *pairs(KINDS[name], *engine)},
+    ),
+)
 async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_process(
     name: str, device_mode: DeviceMode, ranks: int, tmp_path: Path
 ) -> None:
@@ -570,12 +584,12 @@ async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_proc
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mark_rest(MODELS, lambda name: {KINDS[name]}))
 async def test_windows_and_states_over_nixl_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
     await check_every_tier(name, tmp_path, nixl=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mark_rest(MODELS, lambda name: {KINDS[name]}))
 async def test_users_of_one_system_prompt_share_its_transfer_and_get_the_tokens_of_one_process(
     name: str, tmp_path: Path
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import itertools
+from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 ALL, FEW = "tidekv", "tidekv-few"
@@ -37,4 +39,29 @@ def thorough_beyond(chosen: Container[Any], values: Iterable[Any]) -> list[Any]:
             marks=() if value in chosen else pytest.mark.thorough,
         )
         for value in values
+    ]
+
+
+def pairs(*values: Hashable) -> set[Hashable]:
+    """Return all pairs of values of different parameters: what faults of a combination mostly need."""
+    return set(itertools.combinations(enumerate(values), 2))
+
+
+def mark_rest(cases: Iterable[object], shows: Callable[..., Iterable[Hashable]] = pairs) -> list[ParameterSet]:
+    """Return all cases as parameters; the default tier has as few as show what all show, such as all pairs of values.
+
+    A tuple gives several parameters. `shows` is called with the values of a case. Of the cases that show most, the
+    first one is taken.
+    """
+    each = (case if isinstance(case, tuple) else (case,) for case in cases)
+    params = [values if isinstance(values, ParameterSet) else pytest.param(*values) for values in each]
+    left = {at: set(shows(*param.values)) for at, param in enumerate(params)}
+    taken = set[int]()
+    while any(left.values()):
+        best = max(left, key=lambda at: len(left[at]))
+        taken.add(best)
+        left = {at: shown - left[best] for at, shown in left.items()}
+    return [
+        param if at in taken else param._replace(marks=(*param.marks, pytest.mark.thorough))
+        for at, param in enumerate(params)
     ]

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.parallel_instances import Group, Model, Place, RankPools, State
 from tests.support.prompts import DIGEST, PROMPT
+from tests.support.thorough import mark_rest, pairs
 from tests.support.waits import LIMIT_S
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import with_components
@@ -227,8 +228,14 @@ async def _serve(rank: Rank, tails: list[str]) -> None:
     await room.finish(first_token=1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=lambda layout: f"tp{layout[0]}pp{layout[1]}")
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name"),
+    mark_rest(
+        ((*pair, name) for pair in PAIRS for name in MODELS),
+        lambda prefill, decode, name: pairs(prefill, decode, relation(prefill, decode), name),
+    ),
+    ids=lambda layout: layout if isinstance(layout, str) else f"tp{layout[0]}pp{layout[1]}",
+)
 async def test_every_byte_is_handed_over_or_the_pair_is_refused_by_name(
     prefill: tuple[int, int], decode: tuple[int, int], name: str
 ) -> None:
@@ -254,14 +261,20 @@ CONTEXTS = [(2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (7, 0)]
 """Numbers of context-parallel prefill parts, and pages of their stripes."""
 
 
-@pytest.mark.parametrize("name", ["MHA", "MLA", "layer groups", "window", "state with channels"])
-@pytest.mark.parametrize(("contexts", "stripe_pages"), CONTEXTS)
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [((1, 1), (1, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (2, 1))]
+    ("ends", "context", "name"),
+    mark_rest(
+        itertools.product(
+            [((1, 1), (1, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (2, 1))],
+            CONTEXTS,
+            ["MHA", "MLA", "layer groups", "window", "state with channels"],
+        )
+    ),
 )
 async def test_context_parallel_prefill_ranks_hand_over_every_byte(
-    prefill: tuple[int, int], decode: tuple[int, int], contexts: int, stripe_pages: int, name: str
+    ends: tuple[tuple[int, int], tuple[int, int]], context: tuple[int, int], name: str
 ) -> None:
+    (prefill, decode), (contexts, stripe_pages) = ends, context
     ranks = await hand_over(
         MODELS[name], prefill, decode, contexts=contexts, stripe_pages=stripe_pages, extend=contexts == 2
     )

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.parallel_instances import PAGE_SIZE, Group, Model, State
 from tests.support.stored_instances import Open, instances
+from tests.support.thorough import mark_rest, pairs
 from tests.transports.test_layout_pairs import MODELS, REFUSED, relation
 from tests.transports.test_layout_pairs import PAIRS as ALL_PAIRS
 from tidekv import open_storage
@@ -44,8 +45,14 @@ def converted_pages(name: str, writer: int, reader: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize(("writer", "reader"), PAIRS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "writer", "reader"),
+    mark_rest(
+        ((name, *pair) for name in MODELS for pair in PAIRS),
+        # Each pair of widths is read, and each model by more and by fewer ranks than wrote it.
+        lambda name, writer, reader: {(writer, reader), *([(name, writer < reader)] if writer != reader else [])},
+    ),
+)
 async def test_what_prefill_ranks_wrote_decode_ranks_of_another_number_read(
     tmp_path: Path, name: str, writer: int, reader: int
 ) -> None:
@@ -92,7 +99,10 @@ def cases() -> Iterator[object]:
             yield pytest.param(prefill, decode, name, mode, id=f"{name}, {mode}: {ends}")
 
 
-@pytest.mark.parametrize(("prefill", "decode", "name", "mode"), [*cases()])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name", "mode"),
+    mark_rest(cases(), lambda prefill, decode, *rest: pairs(*prefill, *decode, relation(prefill, decode), *rest)),
+)
 async def test_what_a_tier_of_one_rank_loses_of_a_group_prefill_of_another_layout_sends(
     monkeypatch: pytest.MonkeyPatch, prefill: tuple[int, int], decode: tuple[int, int], name: str, mode: DeviceMode
 ) -> None:
