@@ -117,7 +117,7 @@ def test_runs_are_maximal_and_cover_everything_in_order(pairs: tuple[list[int], 
 @pytest.mark.parametrize("mover_type", [PageMover, StagedMover])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("layout", [LAYOUT, ODD, BIG, GROUPS], ids=["mha", "odd", "big", "groups"])
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(pairs=page_pairs())
 def test_copies_equal_a_page_by_page_model(
     layout: Layout, wrapped: bool, mover_type: type[PageMover | StagedMover], pairs: tuple[list[int], list[int]]

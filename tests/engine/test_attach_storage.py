@@ -134,7 +134,10 @@ class HalfOpen:
         raise StorageFailed("the last step failed")
 
 
-async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_undone(make_pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.slow)])
+async def test_attaching_that_fails_half_way_many_times_under_traffic_is_undone(
+    make_pair, tmp_path: Path, times: int
+) -> None:
     journal = tmp_path / "journal"
     done = asyncio.Event()
     async with make_pair(
@@ -167,7 +170,7 @@ async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_un
         async with asyncio.TaskGroup() as group:
             for number in range(3):
                 group.create_task(converse(number))
-            for _ in range(100):
+            for _ in range(times):
                 await fail_to_attach()
                 assert runtime_of(pair.engine).storage is old
             done.set()

@@ -75,10 +75,9 @@ def numbers() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("path", "option", "kind"), list(numbers()))
 def test_a_text_for_a_number_is_refused_in_plain_words(path: str, option: str, kind: str, fail: Fail) -> None:
-    words = {"int": "a whole number", "float": "a number"}[kind]
-    for given in ([option, "many"], [f"{option}=many"]):
-        text = fail(*path.split()[1:], *given, *("anything",) * arguments_of(path), hint=path)
-        assert re.fullmatch(rf"{option} must be {words}\b.*, not 'many'", text), text
+    words, given = {"int": ("a whole number", [option, "many"]), "float": ("a number", [f"{option}=many"])}[kind]
+    text = fail(*path.split()[1:], *given, *("anything",) * arguments_of(path), hint=path)
+    assert re.fullmatch(rf"{option} must be {words}\b.*, not 'many'", text), text
 
 
 def arguments_of(path: str) -> int:

@@ -50,6 +50,7 @@ def agree(rank: int, folder: Path, found: Queue[tuple[int, object]]) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_share_what_the_first_one_says_and_do_what_all_can(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     found: Queue[tuple[int, object]] = context.Queue()

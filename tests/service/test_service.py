@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from examples.service.__main__ import app
 from tests.service.conftest import ROOT, run_service
 from tests.support.waits import LIMIT_S
 
@@ -240,16 +241,26 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
         (["--journal", "/nowhere/j"], "--journal: /nowhere is not a directory that this process can write to"),
     ],
 )
-def test_a_wrong_option_is_one_line_before_anything_large_is_imported(options: list[str], text: str) -> None:
+def test_a_wrong_option_is_one_line(options: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "examples.service.server", None)  # No service is started.
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        port = str(taken.getsockname()[1])
+        app(["--port", "0", *(option.replace("PORT", port) for option in options)], standalone_mode=False)
+    said = str(ended.value)
+    assert said.startswith(f"examples.service: {text.replace('PORT', port)}") and "\n" not in said, said
+
+
+def test_a_wrong_option_is_found_before_anything_large_is_imported() -> None:
+    """All checks have passed when the port is taken."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-X", "importtime", "-m", "examples.service", "--port", "0"]
-        command += [option.replace("PORT", port) for option in options]
+        command = [sys.executable, "-X", "importtime", "-m", "examples.service", "--port", port]
+        command += ["--storage", "memory:?capacity=1MB"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
     imported = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert len(said) == 1 and said[0].startswith(f"examples.service: {text.replace('PORT', port)}"), said
+    assert len(said) == 1 and said[0].startswith("examples.service: cannot listen as --host and --port say"), said
     assert len(imported) > 100
     assert not {line.rpartition("|")[2].strip() for line in imported} & {"torch", "transformers", "uvicorn", "nixl"}
 

@@ -99,7 +99,7 @@ async def test_a_small_storage_keeps_what_an_ideal_one_of_its_size_would_keep(ri
         await engine.flush(("l3",))
     random, ideal = Random(7), IdealStore(held)
     recent = list(range(3))
-    for life in range(4):
+    for life in range(2):
         storage = make()
         async with decode_on(storage) as engine:
             if rig.kind == "memory":

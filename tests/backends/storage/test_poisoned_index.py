@@ -81,7 +81,14 @@ def poison(root: Path, statements: str) -> None:
         db.executescript(statements)
 
 
-@pytest.mark.parametrize("what", POISON)
+@pytest.mark.parametrize(
+    ("files", "what"),
+    [
+        *(pytest.param("file-threads", what) for what in POISON),
+        pytest.param("file-nixl", "no clock", marks=pytest.mark.nixl),
+    ],
+    indirect=["files"],
+)
 async def test_a_row_that_no_engine_writes_is_damage(files: Rig, tmp_path: Path, what: str) -> None:
     engine = await files.open()
     assert all(await files.put(engine, range(6)))

@@ -224,6 +224,7 @@ async def test_a_peer_of_another_host_is_gone_when_nixl_says_so(spawn: Spawn) ->
             await side.transport.wait_gone(child.ready.instance, hello)
 
 
+@pytest.mark.slow
 async def test_a_write_to_a_hanging_peer_ends_when_it_goes_on_or_dies(spawn: Spawn) -> None:
     """Over TCP a stopped target takes no bytes: the writer's call stays, until something is settled."""
     # Buffers of the kernel that are much smaller than what is written: by default they may take all of it.
