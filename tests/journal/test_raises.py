@@ -76,7 +76,7 @@ RAISING: list[bytes] = []
 @pytest.fixture
 def raising_run(simulate: Any, tmp_path: Path) -> Path:
     """The journal of a run with components and some raises, which a test may change."""
-    for seed in range(20) if not RAISING else ():
+    for seed in range(7, 27) if not RAISING else ():
         path: Path = simulate(seed, 60, settings=with_components(draw_settings(Random(seed)), 3)).path
         if len(raises_of(path)) > 2:
             RAISING.append(path.read_bytes())
