@@ -10,9 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thorough import examples
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover, page_runs
 from tidekv.backends.copies.cuda import StagedCloner
@@ -117,7 +118,7 @@ def test_runs_are_maximal_and_cover_everything_in_order(pairs: tuple[list[int], 
 @pytest.mark.parametrize("mover_type", [PageMover, StagedMover])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("layout", [LAYOUT, ODD, BIG, GROUPS], ids=["mha", "odd", "big", "groups"])
-@settings(max_examples=20)
+@examples(60)
 @given(pairs=page_pairs())
 def test_copies_equal_a_page_by_page_model(
     layout: Layout, wrapped: bool, mover_type: type[PageMover | StagedMover], pairs: tuple[list[int], list[int]]
@@ -298,7 +299,7 @@ def test_pools_of_different_layouts_do_not_fit() -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("layout", [LAYOUT, ODD, GROUPS], ids=["mha", "odd", "groups"])
 @given(data=st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_clones_within_the_device_are_the_pages_that_they_were_made_of(
     layout: Layout, *, wrapped: bool, data: st.DataObject
 ) -> None:

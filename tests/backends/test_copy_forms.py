@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.scrambled_streams import ScrambledStreams
+from tests.support.thorough import examples
 from tidekv.backends.copies.cuda import KERNEL_BELOW_BYTES, CopyChoice, CopyForm, CudaMover, KernelMover, LayerMover
 from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, PagePairs, PieceShape
 from tidekv.backends.copies.staged import StagedMover
@@ -126,7 +127,7 @@ def page_lists(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
 @pytest.mark.parametrize("kind", MOVERS)
-@settings(max_examples=20)
+@examples(20)
 @given(up=page_lists(), down=page_lists(), slot_pages=st.integers(1, 5), seed=st.integers())
 def test_copies_are_right_in_whatever_order_streams_advance(
     layout: Layout,

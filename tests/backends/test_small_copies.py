@@ -12,9 +12,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thorough import examples
 from tidekv.backends.copies.copier import CopierStatistics, PageCopier
 from tidekv.backends.copies.cpu_moves import PageMover
 from tidekv.backends.copies.lanes import TO_DEVICE, CopyLanes
@@ -121,7 +122,7 @@ async def outcomes_of(
     return [repr(result) for result in results], told, copier.statistics(), everything
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
 async def test_on_the_loop_and_by_threads_copies_bring_the_same_bytes_outcomes_and_order(data: st.DataObject) -> None:
     lane = data.draw(st.sampled_from((("to_device", "clone"), ("to_host",))))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tidekv
+from tests.support.thorough import examples
 
 LAYOUT = tidekv.KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 Turns = list[tuple[int, int, str]]
@@ -58,7 +59,7 @@ def is_settled(balance: dict[str, tidekv.PoolBalance]) -> bool:
     return all(pool.free + pool.cached == pool.total and not pool.protected for pool in balance.values())
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 20), st.sampled_from(["finish", "abort", "retract"])), max_size=6

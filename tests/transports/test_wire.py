@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thorough import examples
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment
 from tidekv.transports import frames, wire
@@ -385,7 +386,7 @@ def test_random_bytes_are_refused_or_a_message(raw: bytes) -> None:
     judged(raw)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(MESSAGES, st.data())
 def test_mutated_frames_are_refused_or_a_message(message: wire.Message, data: st.DataObject) -> None:
     raw = bytearray(body(message))

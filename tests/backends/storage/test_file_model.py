@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.support.thorough import examples
 from tidekv.backends.base import Pollable
 from tidekv.backends.storage import Storage, open_storage
 from tidekv.states.types import PoolMemory, Segment, page_ids
@@ -141,5 +141,5 @@ class NeverWrong(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-NeverWrong.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
+NeverWrong.TestCase.settings = examples(25, stateful_step_count=25)
 TestNeverWrong = NeverWrong.TestCase

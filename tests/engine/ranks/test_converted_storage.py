@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.parallel_instances import Group, Model, Place, RankPools, State
 from tests.support.placing_storage import PlacingStorage
+from tests.support.thorough import examples
 from tests.support.waits import LIMIT_S
 from tests.transports.test_layout_pairs import MODELS
 from tidekv import EngineClosed, HostPool, StorageFailed
@@ -97,7 +98,7 @@ holes = st.fixed_dictionaries({
 """Pages that each rank stored, and whether each is damaged afterwards."""
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     stored=holes,
     width=st.sampled_from(WIDTHS),
