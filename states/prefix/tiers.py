@@ -75,32 +75,33 @@ class DeviceTier(Tier):
 
     def guard(self, node: Node) -> None:
         """See Tier."""
-        while True:
-            guarded = node.guarded
-            node.guarded = guarded + 1
+        pages = 0
+        above: Node | None = node
+        while above is not None:
+            guarded = above.guarded
+            above.guarded = guarded + 1
             if guarded:
-                return
-            self.evictable -= node.page_count
-            self.protected += node.page_count
-            parent = node.parent
-            if parent is None:
-                return
-            node = parent
+                break
+            pages += above.page_count
+            above = above.parent
+        self.evictable -= pages
+        self.protected += pages
 
     def unguard(self, node: Node) -> None:
         """See Tier."""
-        while True:
-            guarded = node.guarded = node.guarded - 1
+        pages = 0
+        above: Node | None = node
+        while above is not None:
+            guarded = above.guarded = above.guarded - 1
             if guarded:
-                return
-            self.evictable += node.page_count
-            self.protected -= node.page_count
-            parent = node.parent
-            if parent is None:
-                return
-            if not node.device_children:
-                self.queue.push(node)
-            node = parent
+                break
+            pages += above.page_count
+            parent = above.parent
+            if parent is not None and not above.device_children:
+                self.queue.push(above)
+            above = parent
+        self.evictable += pages
+        self.protected -= pages
 
     def attach(self, node: Node, pages: PageIds) -> None:
         """See Tier."""
@@ -146,32 +147,33 @@ class HostTier(Tier):
 
     def guard(self, node: Node) -> None:
         """See Tier."""
-        while True:
-            guarded = node.host_guarded
-            node.host_guarded = guarded + 1
+        pages = 0
+        above: Node | None = node
+        while above is not None:
+            guarded = above.host_guarded
+            above.host_guarded = guarded + 1
             if guarded:
-                return
-            self.evictable -= node.page_count
-            self.protected += node.page_count
-            parent = node.parent
-            if parent is None:
-                return
-            node = parent
+                break
+            pages += above.page_count
+            above = above.parent
+        self.evictable -= pages
+        self.protected += pages
 
     def unguard(self, node: Node) -> None:
         """See Tier."""
-        while True:
-            guarded = node.host_guarded = node.host_guarded - 1
+        pages = 0
+        above: Node | None = node
+        while above is not None:
+            guarded = above.host_guarded = above.host_guarded - 1
             if guarded:
-                return
-            self.evictable += node.page_count
-            self.protected -= node.page_count
-            parent = node.parent
-            if parent is None:
-                return
-            if not node.host_children:
-                self.queue.push(node)
-            node = parent
+                break
+            pages += above.page_count
+            parent = above.parent
+            if parent is not None and not above.host_children:
+                self.queue.push(above)
+            above = parent
+        self.evictable += pages
+        self.protected -= pages
 
     def attach(self, node: Node, pages: PageIds) -> None:
         """See Tier."""
