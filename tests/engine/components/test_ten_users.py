@@ -45,7 +45,7 @@ SIZE = 20
 SYSTEM = list(range(1600))
 USER_TOKENS, USERS = 20, 10
 LATER = 3
-"""Users who come after each loss of tiers; each finds what the ones before have left."""
+"""Users after each loss of tiers; each finds what the ones before have left."""
 FULL = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32", page_size=SIZE)
 WINDOW = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", page_size=SIZE)
 RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
