@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.engine import set_collector
+from benchmarks.collector import set_collector
 from benchmarks.figures import option_parser
 from demo.artefact import write_artefact
 from demo.prefill_process import PrefillOrder, PrefillProcess
@@ -170,7 +170,7 @@ def main() -> None:
         parser.add_argument("--share")
         uvloop.run(share(parser.parse_args().share))
         return
-    set_collector("advised")
+    set_collector()
     parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=41)
     chosen = parser.parse_args()

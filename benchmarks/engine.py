@@ -33,6 +33,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.collector import set_collector
 from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
 from benchmarks.engine_sampler import Sampler, thread_times
 from tidekv import (
@@ -54,8 +55,6 @@ VOCABULARY = 32000
 OUTPUT_TOKENS = 64
 TIERS = ("l1", "l2", "l3")
 IDLE_S = 2.0
-ADVISED_THRESHOLDS = (50_000, 20, 50)
-"""Settings of the cycle collector that docs/operating.md advises for thousands of requests in flight."""
 
 
 @dataclass(frozen=True)
@@ -291,14 +290,6 @@ async def measure_idle(load: Load) -> float:
 
 def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def set_collector(collector: str) -> None:
-    """Set Python's cycle collector as docs/operating.md advises ("advised"), or leave its default."""
-    if collector == "advised":
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*ADVISED_THRESHOLDS)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.engine import TIERS, Load, Rig, set_collector  # Not that of the package: engine.py here.
+from benchmarks.collector import set_collector
+from benchmarks.engine import TIERS, Load, Rig  # Not that of the package: engine.py here.
 from benchmarks.figures import Figures, option_parser
 
 LOAD = Load(prompt_tokens=4096, page_size=64, chunk_tokens=512, tiers=TIERS)
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
-    set_collector("advised")
+    set_collector()
     with Figures(chosen.json) as figures:
         uvloop.run(measure(figures, chosen.few, chosen.many, chosen.rounds))
 

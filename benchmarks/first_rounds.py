@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from benchmarks.engine import set_collector
+from benchmarks.collector import set_collector
 from benchmarks.figures import option_parser
 from benchmarks.throttled import ThrottledStorage
 from demo.artefact import write_artefact
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS, help="storage speed over link speed")
     parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE, help="requests at once; divisors of 4")
     chosen = parser.parse_args()
-    set_collector("advised")
+    set_collector()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         cells = runner.run(measure(chosen.lengths, chosen.speeds, chosen.at_once))
     write_artefact(chosen.json, figures_of(cells), "python3 dev.py bench first-rounds")

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.engine import set_collector
+from benchmarks.collector import set_collector
 from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
 from benchmarks.figures import Figures, option_parser
 from tidekv import (
@@ -372,7 +372,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=16.0)
     parser.add_argument("--awake", action="store_true", help="keep the cores from sleeping")
     chosen = parser.parse_args()
-    set_collector("advised")
+    set_collector()
     torch.set_num_threads(1)
     with Figures(chosen.json) as figures, awake() if chosen.awake else nullcontext():
         uvloop.run(measure(figures, chosen.seconds))

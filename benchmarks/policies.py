@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from benchmarks.engine import set_collector
+from benchmarks.collector import set_collector
 from benchmarks.figures import Figures, option_parser
 from benchmarks.published.results import quantile
 from benchmarks.throttled import ThrottledStorage
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a round, each asked for three times")
     parser.add_argument("--policy", default="", help="a fetch policy in place of the default one")
     chosen = parser.parse_args()
-    set_collector("advised")
+    set_collector()
     setup = Setup(chosen.ratios, chosen.in_flight, chosen.rounds, chosen.prompts, chosen.policy)
     with Figures(chosen.json) as figures, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(measure(figures, setup))

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.engine import Load, Rig, measure, set_collector  # Not that of the package: engine.py in this folder.
+from benchmarks.collector import set_collector
+from benchmarks.engine import Load, Rig, measure  # Not that of the package: engine.py in this folder.
 from benchmarks.figures import Figures, option_parser, over_n_log_n
 from tidekv import Replayer
 from tidekv.states.pages.page_pool import PagePool

@@ -248,7 +248,7 @@ async def prefill_worker(
             components=components,
             on_room=worker.serve,
         ) as peer:
-            # As of the decode worker of main_job.
+            # A full collection visits all that torch imports, for a quarter of a second.
             gc.freeze()
             yield peer, worker, pages
 

@@ -337,7 +337,7 @@ FLOORS = {
         PROGRAMS,
     ),
     "benchmarks": (
-        "engine_rig engine_sampler measurements nixl_child page_cache pairs peers plots ports published "
+        "collector engine_rig engine_sampler measurements nixl_child page_cache pairs peers plots ports published "
         "storage_baselines target_table throttled",
         "engine figures peer_trees restore_stages servers storage_floor transfer_pairs",
         "restore_tiers transfer",
