@@ -14,11 +14,14 @@ ALL, FEW = "tidekv", "tidekv-few"
 """Profiles of hypothesis: of `test --all`, and of the default tier, which has a third of the examples."""
 
 
+# Registered by the import: the fuzzer, too, imports modules of tests that ask for their examples.
+# How long an example takes depends on what else the machine does.
+settings.register_profile(ALL, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(FEW, settings.get_profile(ALL), max_examples=33)
+
+
 def load_profile(marks: str) -> None:
     """Load the profile for a run that selects tests by this expression of marks."""
-    # How long an example takes depends on what else the machine does.
-    settings.register_profile(ALL, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile(FEW, settings.get_profile(ALL), max_examples=33)
     settings.load_profile(FEW if "not thorough" in marks else ALL)
 
 
