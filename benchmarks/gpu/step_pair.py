@@ -249,8 +249,8 @@ def run(setting: Setting, report: Report) -> None:
             at_once=4,
             system_tokens=32,
             prompt_tokens=64,
-            device_pages=110,
-            host_pages=60,
+            device_pages=80,
+            host_pages=90,
             stopped_s=1.5,
             abort_share=0.15,
         )
