@@ -385,7 +385,8 @@ def peers_table() -> str:
     )
     lines = [
         f"{'. '.join(commands)}. Pairs of an engine run at once and serve by turns; a run in which they did not has no "
-        "times. CPU has the forward passes, which are the same in all pairs of an engine.",
+        "times. The CPU of a scheduler is without forward passes and sampling, which have a row of their own. vLLM's "
+        "engine and worker poll one another while a request runs, so their CPU grows with the time of a run.",
         "",
         f"| | {' | '.join(titles)} |",
         f"|---|{'---:|' * len(titles)}",

@@ -8,13 +8,18 @@ import signal
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import httpx
 
+from benchmarks.servers import forward_cpu
 from benchmarks.servers.program import Program
 from benchmarks.servers.samples import add_samples, read_samples
 
+SCHEDULER: Final = "scheduler"
+HTTP: Final = "HTTP"
+"""Parts of a server: what schedules, computes, stores and transfers; and what speaks HTTP and makes tokens of text."""
 METRICS_S: Final = 5.0
 """Seconds that a server has for its last figures before it is ended."""
 FREEZE_S: Final = 12.0
@@ -47,6 +52,16 @@ class ModelServer(Program):
     @abstractmethod
     async def held(self) -> float:
         """Return the share of its KV cache that requests hold."""
+
+    @property
+    def forward_folder(self) -> Path:
+        """Where its processes keep the CPU time of their forward passes, if its plugin counts them."""
+        return self.folder / f"{self.name}-forward"
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU seconds by part; forward passes, if they are counted, are a part of their own."""
+        spent, forward_s = super().cpu_s(), forward_cpu.spent_s(self.forward_folder)
+        return add_samples(spent, {SCHEDULER: -forward_s, "forward passes": forward_s}) if forward_s else spent
 
     async def is_ready(self) -> bool:
         """See Program."""

@@ -16,7 +16,7 @@ from typing import Any, Final  # SGLang's objects, which have no types.
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from benchmarks.servers import quiet_nixl
+from benchmarks.servers import forward_cpu, quiet_nixl
 from benchmarks.sglang_pair.host_copies import transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf
 from benchmarks.sglang_pair.names import HANG, HANG_POLL_S, REPORT
 
@@ -25,6 +25,7 @@ IDLE_S: Final = 0.0002
 _ATTENTION: Final = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DECODE: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
+_RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _HOST: Final = "sglang.srt.mem_cache.pool_host"
 
 
@@ -98,6 +99,12 @@ def be_quiet() -> None:
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", before, HookType.BEFORE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", pause, HookType.AFTER)
+
+
+def count_forward_passes() -> None:
+    """Count the CPU time of forward passes and of sampling."""
+    for name in ("forward", "sample"):
+        HookRegistry.register(f"{_RUNNER}.{name}", forward_cpu.count, HookType.AROUND)
 
 
 def watch() -> None:

@@ -15,8 +15,9 @@ import httpx
 
 from benchmarks.ports import HOST, free_port
 from benchmarks.servers.events import STRIKES
+from benchmarks.servers.forward_cpu import FOLDER
 from benchmarks.servers.model import ModelShape
-from benchmarks.servers.model_server import METRICS_S, ModelServer, strike
+from benchmarks.servers.model_server import HTTP, METRICS_S, SCHEDULER, ModelServer, strike
 from benchmarks.servers.samples import add_samples, read_samples
 from benchmarks.sglang_pair.names import REPORT
 
@@ -94,8 +95,8 @@ class Server(ModelServer):
         return [*command, *self.arguments]
 
     def part_of(self, command: str) -> str:
-        """See Program: the scheduler computes, stores and transfers; the rest speaks HTTP and makes tokens of text."""
-        return "scheduler" if "scheduler" in command else "HTTP"
+        """See Program."""
+        return SCHEDULER if "scheduler" in command else HTTP
 
     def environment(self) -> dict[str, str]:
         """See Program."""
@@ -114,6 +115,7 @@ class Server(ModelServer):
             # All KV passes through the loopback device; UCX opens ports on all interfaces by default.
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": "lo",
+            FOLDER: str(self.forward_folder),
             **self.variables,
             "PYTHONPATH": os.pathsep.join(path),
         }

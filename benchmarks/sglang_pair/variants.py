@@ -23,6 +23,7 @@ ENTRY_POINTS: Final = {
     "benchmark_latent": "benchmarks.sglang_pair.plugin:run_latent_on_cpu",
     "benchmark_windows": "benchmarks.sglang_pair.plugin:run_windows_on_cpu",
     "benchmark_quiet": "benchmarks.sglang_pair.plugin:be_quiet",
+    "benchmark_forward": "benchmarks.sglang_pair.plugin:count_forward_passes",
     "benchmark_watch": "benchmarks.sglang_pair.plugin:watch",
     "benchmark_hang": "benchmarks.sglang_pair.plugin:hang_on_request",
     # As in pyproject.toml. What an editable installation wrote about this checkout may be older than its plugin.
@@ -98,7 +99,7 @@ class Variant:
             arguments.append(f"--disaggregation-transfer-backend={backend}")
         if role == "decode":
             arguments += self.cache(place)
-        plugins = ["benchmark_cpu", "benchmark_watch"]
+        plugins = ["benchmark_cpu", "benchmark_forward", "benchmark_watch"]
         plugins += ["benchmark_latent"] if options.shape.latent else []
         plugins += ["benchmark_windows"] if options.shape.window else []
         plugins += ["tidekv"] if self.settings is not None else []

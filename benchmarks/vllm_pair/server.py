@@ -17,8 +17,9 @@ import httpx
 from benchmarks.ports import HOST
 from benchmarks.servers.events import STRIKES
 from benchmarks.servers.file_storage import FILES, damage
+from benchmarks.servers.forward_cpu import FOLDER
 from benchmarks.servers.model import DRAFT, ModelShape
-from benchmarks.servers.model_server import ModelServer, strike
+from benchmarks.servers.model_server import HTTP, SCHEDULER, ModelServer, strike
 
 MODEL: Final = "tiny"
 ACTIONS: Final = ("restart", "damage", "reset", "forget", *STRIKES)
@@ -115,6 +116,10 @@ class Server(ModelServer):
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         return command
 
+    def part_of(self, command: str) -> str:
+        """See Program: vLLM names the processes that schedule and compute."""
+        return SCHEDULER if command.startswith("VLLM::") else HTTP
+
     async def act(self, action: str) -> None:
         """See ModelServer; the actions are ACTIONS."""
         if action in ("reset", "forget"):
@@ -158,6 +163,7 @@ class Server(ModelServer):
             # UCX opens ports on all interfaces by default.
             "UCX_TLS": "tcp,sm,self",
             "UCX_NET_DEVICES": "lo",
+            FOLDER: str(self.forward_folder),
             **self.variables,
             "PYTHONPATH": os.pathsep.join(path),
         }

@@ -17,11 +17,9 @@ STEP_TIMES: Final = "TIDEKV_BENCHMARK_STEP_TIMES"
 """Environment variable of a server: the folder in which `toggled_connector` writes."""
 
 
-QUIET_PLUGIN: Final = (
-    "quiet_nixl",
-    "vllm.general_plugins",
-    {"quiet_nixl": "benchmarks.servers.quiet_nixl:register"},
-)
+COUNTED: Final = {"forward_cpu": "benchmarks.servers.forward_cpu:register"}
+QUIET: Final = {"quiet_nixl": "benchmarks.servers.quiet_nixl:register"}
+"""Plugins of vLLM, by entry point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +73,9 @@ class Variant:
             steps = steps_folder(folder, f"{role}-{number}")
             steps.mkdir(parents=True)
             variables[STEP_TIMES] = str(steps)
-        if self.is_quiet:
-            variables["PYTHONPATH"] = str(write_entry_points(folder / "plugins", *QUIET_PLUGIN))
+        plugins = {**COUNTED, **(QUIET if self.is_quiet else {})}
+        points = write_entry_points(folder / "plugins", "tidekv_benchmark", "vllm.general_plugins", plugins)
+        variables["PYTHONPATH"] = str(points)
         transfer = self.transfer(Place(role, storage, options.handover_ranks, options.handover))
         return Server(f"{role}-{number}", folder, options=options, transfer=transfer, variables=variables)
 

@@ -462,7 +462,7 @@ async def test_a_frozen_server_is_ended_without_its_last_figures(
     # The kernel accepts connections for a process that is stopped.
     with socket.create_server(("127.0.0.1", server.port)):
         await server.before_end(os.getpgid(0))
-    assert server.cpu_s()[""] > 0
+    assert server.cpu_s()[model_server.HTTP] > 0
 
 
 def test_pairs_of_steps_are_read_of_all_workers(tmp_path: Path) -> None:
