@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ports import free_port
 from tests.support.waits import LIMIT_S
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
@@ -335,7 +336,8 @@ async def test_tls_is_spoken_and_certificates_are_checked(
 
 
 async def test_a_cluster_serves_all_calls(rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]) -> None:
-    server = start_redis("--cluster-enabled", "yes")
+    # By default the bus between servers has the port 10,000 above, which may be that of any connection.
+    server = start_redis("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     server.command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
     give_up_s = time.monotonic() + LIMIT_S
     while "cluster_state:ok" not in server.command("CLUSTER", "INFO"):
