@@ -93,7 +93,7 @@ class BatchIO:
         in_order = [slot for slot, _ in found]
         if not self._io.fetch_cached([keys[at] for _, at in found], in_order, [pages[at] for _, at in found]):
             return False
-        self._place.index.touched.extend(in_order)
+        self._place.index.touch(in_order)
         return True
 
     async def _fetch(
@@ -113,9 +113,9 @@ class BatchIO:
         for (_, at), cause in zip(found, read, strict=True):
             causes[at] = cause
         if any(read):
-            self._place.index.touched.extend(slot for slot, at in found if not causes[at])
+            self._place.index.touch(slot for slot, at in found if not causes[at])
             return [(slot, at) for slot, at in found if causes[at] in _BAD_PAGE]
-        self._place.index.touched.extend(slots)
+        self._place.index.touch(slots)
         return []
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:

@@ -118,7 +118,7 @@ class FileStorage:
         check_keys(keys)
         file_store = self._ready()
         found = await self._exist(file_store, keys, timeout_s)
-        file_store.touch([key for key, is_there in zip(keys, found, strict=True) if is_there])
+        file_store.touch(keys)
         return found
 
     async def _exist(self, file_store: FileStore, keys: Sequence[bytes], timeout_s: float) -> list[bool]:

@@ -157,9 +157,11 @@ class FileStore:
         return list(map(self._slot_by_key.__contains__, keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that pages are in use; written to the index by its next change, or now if they are many."""
+        """Note that those of these pages that are there are in use; written to the index by its next change, or now if
+        they are many.
+        """
         slots = map(self._slot_by_key.get, keys)
-        self._place.index.touched.extend(slot for slot in slots if slot is not None)
+        self._place.index.touch(slot for slot in slots if slot is not None)
         self._note_many_touched()
 
     async def catch_up(self, timeout_s: float | None) -> bool:

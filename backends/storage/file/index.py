@@ -18,8 +18,9 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import filterfalse
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -281,6 +282,10 @@ class FileIndex:
         evictions, self._evictions = self._evictions, 0
         return evictions
 
+    def touch(self, slots: Iterable[int]) -> None:
+        """Note on the event loop that slots are in use, for the next change to write; not again in the same period."""
+        self.touched.extend(slots if self._ends_period() else filterfalse(self._noted.__contains__, slots))
+
     def note_touched(self) -> None:
         """Write down which slots were used; any other change does that too."""
         with self._change():
@@ -316,7 +321,7 @@ class FileIndex:
                 self._pull()
             seq = int(self._db.execute("SELECT value FROM clock").fetchone()[0]) + 1
             self._db.execute("UPDATE clock SET value=?", (seq,))
-            if self._written >= self.mirror.slot_count // PERIODS or len(self._noted) > NOTED_MAX:
+            if self._ends_period():
                 self._period, self._noted, self._written = seq, set(), 0
             used = {self.touched.popleft() for _ in range(len(self.touched))} - self._noted
             self._db.executemany(
@@ -345,6 +350,10 @@ class FileIndex:
         self._cut.clear()
         self.mirror.settle(written=True)
         self._remove_files()
+
+    def _ends_period(self) -> bool:
+        """Whether the next change begins a period, in which every use is written again."""
+        return self._written >= self.mirror.slot_count // PERIODS or len(self._noted) > NOTED_MAX
 
     def _begin(self) -> None:
         """Take the index's write lock. Raises that it is busy after `busy_timeout_s`, or at once in a hurry."""

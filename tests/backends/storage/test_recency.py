@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidekv.backends.storage.file.directory import Directory
-from tidekv.backends.storage.file.index import FileIndex
+from tidekv.backends.storage.file.index import PERIODS, FileIndex
 from tidekv.backends.storage.file.options import FileOptions
 
 PAGES = 1024
@@ -39,17 +39,31 @@ def test_the_use_of_a_page_is_written_once_until_a_part_of_the_storage_is_new(in
     held = len(index.mirror.slot_by_key)
     changed = []
     for number in range(20):
-        index.touched.extend(index.mirror.slot_by_key[key(page)] for page in range(held // 2))
+        index.touch(index.mirror.slot_by_key[key(page)] for page in range(held // 2))
         changed.append(put(index, range(held + number, held + number + 1)))
     assert changed[0] >= held // 2
     assert max(changed[1:]) < held // 4
+
+
+def test_a_use_that_is_written_is_not_kept_again_in_its_period(index: FileIndex) -> None:
+    held = len(index.mirror.slot_by_key)
+    hot = [index.mirror.slot_by_key[key(page)] for page in range(held // 2)]
+    index.touch(hot)
+    index.note_touched()
+    index.touch([*hot, index.mirror.slot_by_key[key(held - 1)]])
+    assert list(index.touched) == [index.mirror.slot_by_key[key(held - 1)]]
+    put(index, range(held, held + held // PERIODS))
+    index.touched.clear()
+    index.touch(hot)
+    # The next change begins a period.
+    assert list(index.touched) == hot
 
 
 def test_pages_that_are_used_stay(index: FileIndex) -> None:
     held = len(index.mirror.slot_by_key)
     hot = range(0, held, 4)
     for number in range(held, 3 * held, 8):
-        index.touched.extend(index.mirror.slot_by_key[key(page)] for page in hot)
+        index.touch(index.mirror.slot_by_key[key(page)] for page in hot)
         put(index, range(number, number + 8))
         assert all(key(page) in index.mirror.slot_by_key for page in hot)
     assert key(1) not in index.mirror.slot_by_key
