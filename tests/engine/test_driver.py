@@ -22,6 +22,12 @@ from tidekv.states.events import Event
 from tidekv.states.types import page_ids
 
 
+@pytest.fixture(autouse=True)
+def long_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn ends where a test says so, however slow the machine is."""
+    monkeypatch.setattr(driver_module, "TURN_S_MAX", 60.0)
+
+
 def flush(call: int) -> events.FlushRequested:
     return events.FlushRequested(at_s=0.0, call=call, tiers=())
 
