@@ -157,11 +157,11 @@ def test_limited():
 def test_a_slow_test_without_its_marker_fails_a_run_that_asks(tmp_path: Path) -> None:
     source = """
 def test_fast(): pass
-def test_unmarked(): time.sleep(2.2)
+def test_unmarked(): time.sleep(1.2)
 @pytest.mark.slow
-def test_marked(): time.sleep(2.2)
+def test_marked(): time.sleep(1.2)
 """
-    done = run_pytest(tmp_path, source, "--unmarked-max=2")
+    done = run_pytest(tmp_path, source, "--unmarked-max=1")
     assert done.returncode == 1
     assert "s: test_it.py::test_unmarked" in done.stdout
     assert "test_marked" not in done.stdout and "test_fast" not in done.stdout

@@ -114,6 +114,7 @@ def test_targets_of_a_group_are_chosen_by_name_kind_and_measurement() -> None:
         chosen("parts", ["paper", "keys"])
 
 
+@pytest.mark.slow
 def test_a_short_run_measures_what_was_chosen_and_says_what_is_not_measured(tmp_path: Path) -> None:
     said, rows = verdicts(tmp_path, "parts", "--only", "index.memory", "--only", "cuda")
     assert set(rows) == {"index.memory", "cuda.copies", "cuda.compute", "cuda.polling"}

@@ -208,11 +208,14 @@ def each_way(*models: str) -> pytest.MarkDecorator:
 
     The default tier has over NIXL the models with all kinds, with and without full KV.
     """
-    pairs = [(model, over) for over in ("loopback", "nixl") for model in models] + [("both", "ranks")]
+    pairs = [(model, over) for over in ("loopback", "nixl") for model in models]
     marks = {model: (pytest.mark.nixl, *([pytest.mark.thorough] if len(KINDS[model]) < 2 else [])) for model in models}
     return pytest.mark.parametrize(
         ("model", "over"),
-        [pytest.param(*pair, marks=marks[pair[0]] if pair[1] == "nixl" else ()) for pair in pairs],
+        [
+            *(pytest.param(*pair, marks=marks[pair[0]] if pair[1] == "nixl" else ()) for pair in pairs),
+            pytest.param("both", "ranks", marks=pytest.mark.slow),
+        ],
     )
 
 

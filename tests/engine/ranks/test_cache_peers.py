@@ -429,6 +429,7 @@ async def test_a_worker_that_loses_a_rank_as_it_drains_says_so_and_gives_all_pag
             await worker.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.parametrize("drains", [False, True])
 async def test_ranks_that_are_lent_pages_read_from_ranks_over_nixl(world, drains: bool) -> None:
