@@ -35,6 +35,8 @@ class Script:
         self.expected = 1
         self.cpu_s = 0.0
         """CPU time of this side of the wire."""
+        self.on_all_open: Callable[[], None] = lambda: None
+        """Called as the last of the expected rooms is open, before anything is answered."""
         self._chunk_pages = chunk_pages
         self._page_size = page_size
         self._rooms: list[tuple[ScriptedLink, wire.Promise]] = []
@@ -49,6 +51,7 @@ class Script:
         elif isinstance(message, wire.Promise):
             self._rooms.append((link, message))
             if len(self._rooms) >= self.expected:
+                self.on_all_open()
                 self._answer_all()
         self.cpu_s += time.thread_time() - started_s
 

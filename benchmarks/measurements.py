@@ -213,6 +213,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         # All rounds are those of `python -m benchmarks.engine_growth`.
         arguments=lambda _, file: ["--rounds", "1", "--json", str(file)],
     ),
+    "request_memory": Measurement(program="benchmarks.request_memory", budget_s=60),
     "latency": Measurement(program="benchmarks.latency", budget_s=120),
     "journal": Measurement(
         program="benchmarks.journal",

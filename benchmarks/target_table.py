@@ -100,6 +100,8 @@ TARGETS: tuple[Target, ...] = (
            measurement="engine", figure="engine.256", at_most=400),
     Target(name="engine.in_flight", asks="CPU a request at 4,096 in flight, over that at 256, collector as advised",
            measurement="engine_growth", figure="engine.growth", at_most=1.15),
+    Target(name="engine.memory", asks="memory of a request in flight beside its pages, 4k prompts, half cached",
+           unit="KB", measurement="request_memory", figure="engine.memory", at_most=24),
     Target(name="engine.idle", asks="CPU of an idle engine", unit="% of a core",
            measurement="engine", figure="engine.idle", at_most=0.5),
     Target(name="engine.outcome.p50", asks="outcome's arrival to the caller's coroutine, 256 in flight, p50", unit="µs",
