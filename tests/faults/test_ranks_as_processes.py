@@ -60,15 +60,23 @@ async def test_processes_serve_with_faults_of_their_own_and_keep_the_same(ranks:
             assert served[0].sources["l1"] > 0
 
 
+def lost_of(served: list[list[Served]]) -> list[int]:
+    """Layers that callers lost, by rank."""
+    return [sum(one.layers_lost for one in of_rank) for of_rank in zip(*served, strict=True)]
+
+
 async def test_callers_that_begin_early_get_the_same_layers_and_losses_on_all_processes() -> None:
     async with instance(2, fault_rate=0.1) as members:
-        served = [await serve_all(members, Serve(seed, 60, early=True)) for seed in (1, 2, 3)]
+        served: list[list[Served]] = []
+        # How many have begun when a copy fails depends on what else the machine does.
+        while len(served) < 3 or (len(served) < 12 and not all(lost_of(served))):
+            served.append(await serve_all(members, Serve(len(served) + 1, 60, early=True)))
         for round_ in served:
             assert len({one.books for one in round_}) == 1
             assert all((one.sources, one.ends) == (round_[0].sources, round_[0].ends) for one in round_)
             assert {cause for one in round_ for cause in one.causes} <= {"prefill failed"}
         assert all(sum(round_[rank].begun_early for round_ in served) > 5 for rank in range(2)), served
-        assert all(sum(round_[rank].layers_lost for round_ in served) for rank in range(2)), served
+        assert all(lost_of(served)), served
         # A copy fails on one rank at a time, and its layers are lost on both.
         assert served[-1][0].faults.get("layer_fails", 0) + served[-1][1].faults.get("layer_fails", 0) > 0
 

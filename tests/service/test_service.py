@@ -124,13 +124,18 @@ def test_requests_survive_the_death_of_the_prefill_worker(service, generate) -> 
 
 
 def test_requests_that_outgrow_memory_are_retracted_and_resumed_with_equal_tokens(service, generate) -> None:
-    prompts = [prompt_of(200 + number, 20) for number in range(5)]
     before = service.counts().get("retractions", 0)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: service.complete(prompt, 60), prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.choices[0].token_ids == generate(prompt, 60)
-    retractions = sum(answer.usage.retractions for answer in answers)
+    retractions = 0
+    # On a busy machine five may come one after the other, and then all of them fit.
+    for first in range(200, 250, 5):
+        prompts = [prompt_of(number, 20) for number in range(first, first + 5)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt: service.complete(prompt, 60), prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.choices[0].token_ids == generate(prompt, 60)
+        retractions += sum(answer.usage.retractions for answer in answers)
+        if retractions:
+            break
     assert retractions > 0
     assert service.counts()["retractions"] == before + retractions
     service.wait_idle()
