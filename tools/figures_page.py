@@ -101,7 +101,8 @@ def _pairs(*reports: Mapping[str, Any]) -> str:
     right = "Not all" if failed else "All"
     return (
         "real pairs of servers, multi-turn conversations: bytes that prefill sends, and median time to the first token "
-        f"from the second turn on. {'. '.join(parts)}. {right} answers equal those of one server"
+        f"from the second turn on. {'. '.join(parts)}; vLLM's processes spin while they wait, which takes both cores "
+        f"of this machine. {right} answers equal those of one server"
     )
 
 
