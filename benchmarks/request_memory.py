@@ -11,9 +11,9 @@ from __future__ import annotations
 import gc
 import tempfile
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import uvloop
 
@@ -25,38 +25,34 @@ KEY_BYTES = 4
 """Bytes of a token in a page's key."""
 
 
-class Allocated:
-    """Bytes that the interpreter allocates from its entry until all requests of a rig have rooms."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.bytes = 0
-        rig.script.on_all_open = self._take
-
-    def __enter__(self) -> Self:
-        tracemalloc.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        tracemalloc.stop()
-
-    def _take(self) -> None:
-        if tracemalloc.is_tracing():
-            gc.collect()
-            self.bytes, _ = tracemalloc.get_traced_memory()
-
-
 async def measure(in_flight: int) -> tuple[float, float]:
     """Return bytes a request, all and those of keys, of the second block of an engine: its caches are full by then."""
+    allocated = 0
+
+    def take() -> None:
+        nonlocal allocated
+        if tracemalloc.is_tracing():
+            gc.collect()
+            allocated, _ = tracemalloc.get_traced_memory()
+
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         rig = Rig(LOAD, in_flight, str(Path(folder) / "run.journal"))
+        rig.script.on_all_open = take
         async with rig.engine:
             await rig.block()
-            allocated = Allocated(rig)
-            block = await rig.block(allocated)
+            block = await rig.block(tracing())
     keys = KEY_BYTES * (block.sources["l3"] + block.sources["transfer"])
-    return allocated.bytes / in_flight, keys / in_flight
+    return allocated / in_flight, keys / in_flight
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Trace what the interpreter allocates in the block."""
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
 
 
 def main() -> None:
