@@ -316,6 +316,7 @@ class FileIndex:
         """One change of the index: brings the mirror up to date first, and writes recency along with it."""
         self._begin()
         left: list[int] = []
+        used = set[int]()
         try:
             if is_read:
                 self._pull()
@@ -340,6 +341,8 @@ class FileIndex:
         except BaseException:
             # The mirror may be ahead of what was written: read everything again next time.
             self._seen = -1
+            # Kept again at their next use.
+            self._noted -= used
             self._given_up += left
             self._to_remove.clear()
             self.mirror.settle(written=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,6 +59,20 @@ def test_a_use_that_is_written_is_not_kept_again_in_its_period(index: FileIndex)
     index.touch(hot)
     # The next change begins a period.
     assert list(index.touched) == hot
+
+
+def test_a_use_whose_change_failed_is_kept_again(index: FileIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = [index.mirror.slot_by_key[key(page)] for page in range(8)]
+    index.touch(hot)
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "_total_bytes", Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+        with pytest.raises(sqlite3.OperationalError):
+            index.note_touched()
+    index.touch(hot)
+    assert list(index.touched) == hot
+    index.note_touched()
+    index.touch(hot)
+    assert not index.touched
 
 
 def test_pages_that_are_used_stay(index: FileIndex) -> None:
